@@ -1,0 +1,57 @@
+"""What every test stands on: where programs are cached, which devices there are, checked shapes.
+
+The environment is set before anything imports JAX.
+"""
+
+import glob
+import os
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[1]
+_HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))
+
+for _name, _value in {
+    "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    # Eight devices for every test: one device more or less costs nothing measurable on the CPU.
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+# Shapes of public functions are checked in every test; must come before the packages are imported.
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook(["isojax", "pallas_kernels", "qwen35_moe", "rollout_bridge"], "beartype.beartype")
+
+
+def pytest_report_header() -> str:
+    return "gpu tests run on this machine's CUDA device" if _HAS_GPU else "gpu tests deselected: no CUDA device"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _HAS_GPU:
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _first_interpreted_kernel() -> None:
+    """The first interpreted Pallas program of a process compiles twice: let it be a trivial one."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.region import region_call
+
+    def copy(x_ref, y_ref):
+        y_ref[...] = x_ref[...]
+
+    x = jnp.zeros(8, jnp.int32)
+    jax.jit(region_call("warm_up", copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)))(x)
