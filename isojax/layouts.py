@@ -1,6 +1,7 @@
 """How arrays lie: the 64-token grid, blocks of summed axes, splits, and which rows form a sequence."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def split_bounds(size: int, num_splits: int) -> tuple[tuple[int, int], ...]:
     `num_splits` holds whole splits. Splits may be empty when `size` is below `num_splits`.
     """
     edges = [size * s // num_splits for s in range(num_splits + 1)]
-    return tuple(zip(edges[:-1], edges[1:], strict=True))
+    return tuple(itertools.pairwise(edges))
 
 
 @jax.tree_util.register_dataclass
