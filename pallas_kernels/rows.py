@@ -7,7 +7,7 @@ region whose bits do not depend on how many rows there are, and derives the back
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -29,27 +29,33 @@ class _Spec:
     name: str
     fn: Callable[..., Any]  # (*rows, *shared) -> rows or a tuple of rows
     num_shared: int
+    constants: frozenset[int]  # Positions of float rows that get no gradient.
 
     def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         out = self.fn(*args)
         return out if isinstance(out, tuple) else (out,)
 
 
-def row_op(name: str, fn: Callable[..., Any], *, num_shared: int = 0) -> Callable[..., Any]:
+def row_op(
+    name: str, fn: Callable[..., Any], *, num_shared: int = 0, constants: Collection[int] = ()
+) -> Callable[..., Any]:
     """Makes a row-wise region of `fn`.
 
     Args:
         name: The region's name; its backward is called `{name}.backward`.
         fn: Takes blocks `[rows, ...]` and then `num_shared` arrays that all rows share, and
             returns one block `[rows, ...]` or a tuple of them. Row r of the result depends on
-            row r of the blocks alone. Integer and boolean blocks are allowed and get no gradient.
+            row r of the blocks alone. Integer and boolean blocks are allowed, as arguments and
+            as results, and have no gradient.
         num_shared: Number of trailing arguments shared by all rows (weights). Their gradient is
             a sum over rows: one partial in each 64-row block, then the order of `segment_sum`.
+            Integers among them have none.
+        constants: Positions of float blocks that get no gradient (tables, temperatures).
 
     Returns:
         `op(*rows, *shared, segments=None)` over any number of rows.
     """
-    spec = _Spec(name, fn, num_shared)
+    spec = _Spec(name, fn, num_shared, frozenset(constants))
 
     def op(*args: jax.Array, segments: Segments | None = None):
         rows = args[: len(args) - num_shared]
@@ -94,25 +100,25 @@ def _backward(spec: _Spec, residuals, cotangents):
     rows, shared, segments = residuals
     count = rows[0].shape[0]
     padded = round_up(count, CHUNK)
-    floats = [i for i, x in enumerate(rows) if jnp.issubdtype(x.dtype, jnp.floating)]
-    num_outputs = len(cotangents)
+    args = (*rows, *shared)
+    floats = [i for i, x in enumerate(args) if _is_float(x) and i not in spec.constants]
+    row_floats = [i for i in floats if i < len(rows)]
+    shared_floats = [i for i in floats if i >= len(rows)]
+    cotangents = [g for g in cotangents if g.dtype != jax.dtypes.float0]
     blocks = padded // CHUNK
 
     def kernel(*refs):
-        inputs = [ref[...] for ref in refs[: len(rows) + len(shared) + num_outputs]]
-        values, grads = inputs[: len(rows)], tuple(inputs[len(rows) + len(shared) :])
-        weights = inputs[len(rows) : len(rows) + len(shared)]
+        values = [ref[...] for ref in refs[: len(args)]]
+        grads = tuple(ref[...] for ref in refs[len(args) : len(args) + len(cotangents)])
 
-        def of_floats(float_rows, weights):
+        def of_floats(*inputs):
             full = list(values)
-            for i, x in zip(floats, float_rows, strict=True):
+            for i, x in zip(floats, inputs, strict=True):
                 full[i] = x
-            return spec(*full, *weights)
+            return tuple(out for out in spec(*full) if _is_float(out))
 
-        _, pull = jax.vjp(of_floats, [values[i] for i in floats], weights)
-        row_grads, weight_grads = pull(grads)
-        outputs = refs[len(inputs) :]
-        for ref, grad in zip(outputs, [*row_grads, *weight_grads], strict=True):
+        _, pull = jax.vjp(of_floats, *(values[i] for i in floats))
+        for ref, grad in zip(refs[len(args) + len(cotangents) :], pull(grads), strict=True):
             ref[...] = grad.reshape(ref.shape)
 
     row_blocks = [jax.ShapeDtypeStruct((CHUNK, *x.shape[1:]), x.dtype) for x in (*rows, *cotangents)]
@@ -120,19 +126,18 @@ def _backward(spec: _Spec, residuals, cotangents):
     results = region_call(
         f"{spec.name}.backward",
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((padded, *rows[i].shape[1:]), rows[i].dtype) for i in floats]
-        + [jax.ShapeDtypeStruct((blocks, *w.shape), w.dtype) for w in shared],
+        out_shape=[jax.ShapeDtypeStruct((padded, *args[i].shape[1:]), args[i].dtype) for i in row_floats]
+        + [jax.ShapeDtypeStruct((blocks, *args[i].shape), args[i].dtype) for i in shared_floats],
         grid=(blocks,),
         in_specs=row_specs[: len(rows)] + [_whole_spec(w) for w in shared] + row_specs[len(rows) :],
-        out_specs=[row_specs[i] for i in floats]
-        + [pl.BlockSpec((1, *w.shape), lambda i, n=w.ndim: (i,) + (0,) * n) for w in shared],
+        out_specs=[row_specs[i] for i in row_floats]
+        + [pl.BlockSpec((1, *args[i].shape), lambda i, n=args[i].ndim: (i,) + (0,) * n) for i in shared_floats],
     )(*(_pad_rows(x, padded) for x in rows), *shared, *(_pad_rows(g, padded) for g in cotangents))
 
-    row_grads = [_no_gradient(x) for x in rows]
-    for i, grad in zip(floats, results, strict=False):
-        row_grads[i] = grad[:count]
-    weight_grads = tuple(segment_sum(p, segments) for p in results[len(floats) :])
-    return tuple(row_grads), weight_grads, jax.tree.map(_no_gradient, segments)
+    grads = [None if _is_float(x) else _no_gradient(x) for x in args]
+    for i, grad in zip(floats, results, strict=True):
+        grads[i] = grad[:count] if i < len(rows) else segment_sum(grad, segments)
+    return tuple(grads[: len(rows)]), tuple(grads[len(rows) :]), jax.tree.map(_no_gradient, segments)
 
 
 _row_op.defvjp(_forward, _backward)
@@ -148,6 +153,10 @@ def _whole_spec(array) -> pl.BlockSpec:
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, rows - x.shape[0], 0)] + [(0, 0, 0)] * (x.ndim - 1))
+
+
+def _is_float(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _no_gradient(x: jax.Array):
