@@ -3,9 +3,10 @@
 import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
+
+from isojax.pytrees import pytree
 
 CHUNK = 64
 """Tokens of one grid cell. Sequences start on the grid; attention and Gated DeltaNet block by it."""
@@ -33,7 +34,7 @@ def split_bounds(size: int, num_splits: int) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(edges))
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segments:
     """Which sequence each 64-row block of a packed batch belongs to.

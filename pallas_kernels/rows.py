@@ -137,7 +137,7 @@ def _backward(spec: _Spec, residuals, cotangents):
     grads = [None if _is_float(x) else _no_gradient(x) for x in args]
     for i, grad in zip(floats, results, strict=True):
         grads[i] = grad[:count] if i < len(rows) else segment_sum(grad, segments)
-    return tuple(grads[: len(rows)]), tuple(grads[len(rows) :]), jax.tree.map(_no_gradient, segments)
+    return tuple(grads[: len(rows)]), tuple(grads[len(rows) :]), None
 
 
 _row_op.defvjp(_forward, _backward)

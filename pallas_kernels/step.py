@@ -2,11 +2,12 @@
 
 import dataclasses
 
-import jax
 from jaxtyping import Array, Bool, Int32
 
+from isojax.pytrees import pytree
 
-@jax.tree_util.register_dataclass
+
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunks:
     """The 64-row blocks of a step: each is one absolute 64-token chunk of one sequence.
@@ -30,7 +31,7 @@ class Chunks:
     num_sequences: int = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decode:
     """The decode rows of a step: one token of one sequence each.
