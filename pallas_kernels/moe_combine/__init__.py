@@ -1,0 +1,3 @@
+from pallas_kernels.moe_combine.op import moe_combine
+
+__all__ = ["moe_combine"]

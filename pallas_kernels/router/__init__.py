@@ -1,0 +1,3 @@
+from pallas_kernels.router.op import load_balancing_loss, router, router_load
+
+__all__ = ["load_balancing_loss", "router", "router_load"]
