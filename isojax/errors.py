@@ -33,3 +33,11 @@ class WeightsError(IsojaxError, ValueError):
 
 class ConfigError(IsojaxError, ValueError):
     """A configuration with violations; the message lists all of them."""
+
+
+class ContractError(IsojaxError, ValueError):
+    """A contract document is wrong, or two programs do not keep the same contract."""
+
+
+class CheckpointError(IsojaxError, ValueError):
+    """A checkpoint that is incomplete, cut off, or of another model."""

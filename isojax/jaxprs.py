@@ -1,0 +1,99 @@
+"""Traced programs: what they contain, and which part of them a platform runs.
+
+Uses what JAX 0.11 keeps under `jax._src`: there is no public way to a jaxpr's sub-programs and source lines.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import source_info_util
+from jax._src.core import Jaxpr, JaxprEqn, Literal, Var
+
+REGIONS = frozenset({"pallas_call", "mpmd_map", "core_map"})
+"""Primitives whose bodies are kernels: `pl.pallas_call`, and `plgpu.kernel` through `pl.kernel`."""
+
+_CONTAINERS = frozenset(
+    "jit call closed_call core_call eval_jaxpr remat2 custom_jvp_call custom_vjp_call custom_vmap_call"
+    " shard_map scan while cond".split()
+)
+_SAME_OPERANDS = _CONTAINERS - {"scan", "while", "cond"}
+
+
+class Part(NamedTuple):
+    """A program inside an equation."""
+
+    label: str
+    jaxpr: Jaxpr
+    operands: tuple[Any, ...] | None  # The outer atoms that become its inputs, where they do one by one.
+    live: bool  # Whether the asked platform runs it.
+
+
+def trace(fn: Callable[..., Any], *args: Any) -> Jaxpr:
+    """The program of `fn` at the shapes of `args`, which may be arrays or `jax.ShapeDtypeStruct`s."""
+    return jax.make_jaxpr(fn)(*args).jaxpr
+
+
+def platform_name(platform: str | None = None) -> str:
+    """`platform`, or the default backend, as `lax.platform_dependent` calls it: `cpu`, `cuda`, `rocm`, `tpu`."""
+    platform = platform or jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
+
+
+def is_container(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` only runs the programs in its parameters."""
+    return eqn.primitive.name in _CONTAINERS
+
+
+def parts(eqn: JaxprEqn, platform: str) -> list[Part]:
+    """The programs that the container `eqn` runs, of a platform switch with those that `platform` does not run."""
+    name = eqn.primitive.name
+    if name == "cond":
+        chosen = branch_of(eqn, platform)
+        branches = enumerate(eqn.params["branches"])
+        return [Part("cond", branch, tuple(eqn.invars[1:]), chosen in (None, i)) for i, branch in branches]
+    operands = tuple(eqn.invars) if name in _SAME_OPERANDS else None
+    programs = [value for value in eqn.params.values() if isinstance(value, Jaxpr)]
+    return [Part(name, program, operands, True) for program in programs]
+
+
+def branch_of(eqn: JaxprEqn, platform: str) -> int | None:
+    """The branch that `platform` takes, None where `eqn` is no platform switch, -1 where no branch is for it."""
+    choices = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+    if choices is None:
+        return None
+    return next((i for i, names in enumerate(choices) if names is None or platform in names), -1)
+
+
+def region_name(eqn: JaxprEqn) -> str | None:
+    """The name that a region equation was given, or None."""
+    name = eqn.params.get("name")
+    return None if name in (None, "", "anonymous", "<lambda>") else str(name)
+
+
+def regions(jaxpr: Jaxpr, platform: str) -> Iterator[JaxprEqn]:
+    """Every region that `platform` runs, in program order, each call site once."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in REGIONS:
+            yield eqn
+        elif is_container(eqn):
+            for part in parts(eqn, platform):
+                if part.live:
+                    yield from regions(part.jaxpr, platform)
+
+
+def source(eqn: JaxprEqn) -> tuple[str, int, str]:
+    """File, line and function of the user code that made `eqn`."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return (frame.file_name, frame.start_line, frame.function_name) if frame else ("unknown", 0, "unknown")
+
+
+def is_float(atom: Var | Literal) -> bool:
+    """Whether a value is floating-point or complex; keys, tokens and `float0` are not."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.numpy.inexact)
+
+
+def shape_text(atom: Var | Literal) -> str:
+    """`float32[8,32]`, the way JAX writes it."""
+    return atom.aval.str_short(short_dtypes=False)
