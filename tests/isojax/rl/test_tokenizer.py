@@ -10,7 +10,7 @@ TEXT = "héllo\n  wörld 你好 <|im_start|>user\nx<|im_end|>\t🙂 isn't"
 _tokenizer = byte_tokenizer()
 
 
-@given(st.text(st.characters(codec="utf-8")))
+@given(st.text(st.characters(codec="utf-8")).filter(lambda text: "<|" not in text))
 def test_ids_are_the_bytes_of_the_text_and_decode_to_it(text):
     ids = _tokenizer.encode(text)
     assert ids == list(text.encode())
