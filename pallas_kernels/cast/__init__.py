@@ -1,0 +1,3 @@
+from pallas_kernels.cast.op import cast
+
+__all__ = ["cast"]

@@ -1,0 +1,70 @@
+"""Elementwise regions over arrays of any shape, seen as flat blocks."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from isojax.layouts import round_up
+from pallas_kernels.region import region_call
+
+_LANES = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """May change the speed of an elementwise region, never its bits."""
+
+    rows: int = 64  # Rows of a block.
+    width: int = 1024  # Columns of a block, a multiple of 128.
+
+
+def elementwise(
+    name: str,
+    fn: Callable[..., tuple[jax.Array, ...]],
+    arrays: Sequence[jax.Array],
+    scalars: jax.Array | None = None,
+    *,
+    out_dtypes: Sequence[jnp.dtype],
+    schedule: Schedule = Schedule(),
+) -> tuple[jax.Array, ...]:
+    """Runs `fn` on every element of `arrays`, which have one shape, as the region `name`.
+
+    Where `fn` adds to a product it goes through `region.exact_product`: then an element's bits
+    depend on its inputs alone, not on the block it lies in.
+
+    Args:
+        name: The region.
+        fn: Takes a block of each array, then `scalars` where given, and returns a tuple of blocks.
+        arrays: At least one array.
+        scalars: A vector that every block sees whole.
+        out_dtypes: The dtype of each result.
+        schedule: How the elements are cut into blocks.
+
+    Returns:
+        One array of the common shape for every dtype.
+    """
+    shape, size = arrays[0].shape, arrays[0].size
+    width = min(schedule.width, round_up(size, _LANES))
+    rows = -(-size // width)
+    block = min(schedule.rows, rows)
+    rows = round_up(rows, block)
+    shared = () if scalars is None else (scalars,)
+
+    def elementwise_kernel(*refs):
+        inputs, outputs = refs[: len(arrays) + len(shared)], refs[len(arrays) + len(shared) :]
+        for ref, value in zip(outputs, fn(*(ref[...] for ref in inputs)), strict=True):
+            ref[...] = value
+
+    blocks = pl.BlockSpec((block, width), lambda i: (i, 0))
+    results = region_call(
+        name,
+        elementwise_kernel,
+        out_shape=[jax.ShapeDtypeStruct((rows, width), dtype) for dtype in out_dtypes],
+        grid=(rows // block,),
+        in_specs=[blocks] * len(arrays) + [pl.BlockSpec(s.shape, lambda i: (0,)) for s in shared],
+        out_specs=[blocks] * len(out_dtypes),
+    )(*(jnp.pad(x.reshape(-1), (0, rows * width - size)).reshape(rows, width) for x in arrays), *shared)
+    return tuple(out.reshape(-1)[:size].reshape(shape) for out in results)

@@ -1,0 +1,4 @@
+from pallas_kernels.tree_sum.kernel import Schedule, fold_axis
+from pallas_kernels.tree_sum.op import sum_tokens, tree_sum
+
+__all__ = ["Schedule", "fold_axis", "sum_tokens", "tree_sum"]
