@@ -1,0 +1,121 @@
+"""Log-probabilities of given tokens, the bits that the rollout engine returned for them."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from isojax.errors import SamplingError
+from isojax.layouts import CHUNK, round_up
+from pallas_kernels.step import Chunks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampling:
+    """What tokens were drawn from: part of the definition of their log-probabilities.
+
+    Attributes:
+        temperature: Logits are divided by it.
+        top_k: Keep the k likeliest tokens; 0 keeps all.
+        top_p: Keep the likeliest tokens up to this probability mass; 1 keeps all.
+        min_p: Keep tokens at least this likely, relative to the likeliest; 0 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise SamplingError(
+                f"temperature={self.temperature} draws the likeliest token with certainty: there is no"
+                " distribution to learn from, use a temperature above 0"
+            )
+
+    @classmethod
+    def of(cls, output: Any) -> "Sampling | None":
+        """What the engine recorded with a request's output, if it did."""
+        return getattr(output, "sampling", None)
+
+
+def logprobs(
+    model: Any,
+    tokens: Int[Array, "batch length"],
+    lengths: Int[Array, " batch"] | None = None,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    padding: Literal["right", "left"] = "right",
+    return_entropy: bool = False,
+) -> Float[Array, "batch length"] | tuple[Float[Array, "batch length"], Float[Array, "batch length"]]:
+    """Scores every token of every sequence under the model, differentiably.
+
+    A token's bits depend on its sequence up to it and on the sampling definition alone: not on
+    the batch, its padding or its length, and they are those that the rollout engine returns.
+    Works inside `jax.jit` and `jax.grad`.
+
+    Args:
+        model: From `isojax.from_pretrained`, or merged from its split.
+        tokens: Token ids.
+        lengths: Tokens of each sequence; by default all are full.
+        temperature: As sampled.
+        top_k: As sampled.
+        top_p: As sampled.
+        min_p: As sampled.
+        padding: The side that shorter sequences are padded on.
+        return_entropy: Whether to return the entropy of each token's distribution too, in nats.
+
+    Returns:
+        `logps[b, t]`, float32, scores `tokens[b, t]` given those before it. A sequence's first
+        token, and padding, score 0.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    batch, length = tokens.shape
+    lengths = jnp.full(batch, length, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+    shift = length - lengths if padding == "left" else jnp.zeros_like(lengths)
+    column = jnp.arange(length)
+    aligned = jnp.take_along_axis(tokens.astype(jnp.int32), (column + shift[:, None]) % length, axis=1)
+    blocks = round_up(length, CHUNK) // CHUNK
+    grid = jnp.pad(aligned, ((0, 0), (0, blocks * CHUNK - length)))
+    chunks = Chunks(
+        sequence=jnp.repeat(jnp.arange(batch, dtype=jnp.int32), blocks),
+        index=jnp.tile(jnp.arange(blocks, dtype=jnp.int32), batch),
+        begin=jnp.zeros(batch * blocks, jnp.int32),
+        end=jnp.clip(lengths[:, None] - CHUNK * jnp.arange(blocks), 0, CHUNK).reshape(-1).astype(jnp.int32),
+        num_sequences=batch,
+    )
+    targets = jnp.roll(grid, -1, axis=1)
+    scores = score_rows(model, grid.reshape(-1), targets.reshape(-1), chunks, sampling)
+    there = column[None, :-1] < lengths[:, None] - 1
+
+    def place(rows: jax.Array) -> jax.Array:
+        rows = jnp.where(there, rows.reshape(batch, -1)[:, : length - 1], 0.0)
+        return _roll(jnp.pad(rows, ((0, 0), (1, 0))), shift)
+
+    logps, entropy = map(place, scores)
+    return (logps, entropy) if return_entropy else logps
+
+
+def score_rows(
+    model: Any, tokens: Int[Array, " rows"], targets: Int[Array, " rows"], chunks: Chunks, sampling: Sampling
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    """Log-probability of each row's target, and entropy in nats; rows that are not there hold anything."""
+    raise_unsupported(sampling)
+    hidden = model.hidden(tokens, chunks)
+    return model.ops.logprob(model.logits(hidden), targets, temperature=sampling.temperature)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=())
+def _roll(x: jax.Array, shift: jax.Array) -> jax.Array:
+    """Each row of `x` moved right by its shift; backward moves left, where autodiff would scatter and add."""
+    length = x.shape[1]
+    return jnp.take_along_axis(x, (jnp.arange(length) - shift[:, None]) % length, axis=1)
+
+
+_roll.defvjp(lambda x, shift: (_roll(x, shift), shift), lambda shift, grad: (_roll(grad, -shift), None))

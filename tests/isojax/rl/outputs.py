@@ -1,0 +1,36 @@
+"""Rollouts as an engine returns them, without an engine."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+
+def completion(tokens, logprobs, versions=(), index=0):
+    return SimpleNamespace(
+        index=index,
+        text="",
+        token_ids=list(tokens),
+        logprobs=[{int(t): SimpleNamespace(logprob=float(v))} for t, v in zip(tokens, logprobs, strict=True)],
+        weight_versions=[SimpleNamespace(version=v, start=a, end=b) for v, a, b in versions] or None,
+    )
+
+
+def request(prompt, completions, name="0", cached=0):
+    return SimpleNamespace(
+        request_id=name, prompt_token_ids=list(prompt), outputs=list(completions), num_cached_tokens=cached
+    )
+
+
+def random_outputs(prompts, samples, *, vocab=320, seed=0, longest=90, logprob=None):
+    """Random requests whose lengths straddle chunk borders."""
+    rng = np.random.default_rng(seed)
+    outputs = []
+    for p in range(prompts):
+        prompt = rng.integers(1, vocab, rng.integers(1, longest))
+        completions = []
+        for s in range(samples):
+            tokens = rng.integers(1, vocab, rng.integers(1, longest // 2))
+            values = -rng.random(len(tokens), np.float32) if logprob is None else np.full(len(tokens), logprob)
+            completions.append(completion(tokens, values, index=s))
+        outputs.append(request(prompt, completions, name=str(p)))
+    return outputs
