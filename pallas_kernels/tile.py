@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from isojax.layouts import round_up
+
 _MIN_ROWS = 8  # One row takes XLA's matrix-vector path, which sums in another order.
-_MIN_COLUMNS = 64  # Below, XLA keeps several accumulators for one element, depending on the number of rows.
+_COLUMNS = 64  # Columns beyond a multiple of 64 get several accumulators, depending on the number of rows.
 
 
 def dot(a: jax.Array, b: jax.Array, *, contract: tuple[int, int] = (1, 1)) -> jax.Array:
@@ -21,12 +23,12 @@ def dot(a: jax.Array, b: jax.Array, *, contract: tuple[int, int] = (1, 1)) -> ja
         contract: The summed axis of each.
     """
     rows, columns = a.shape[1 - contract[0]], b.shape[1 - contract[1]]
-    a = _pad(a.astype(jnp.float32), 1 - contract[0], _MIN_ROWS)
-    b = _pad(b.astype(jnp.float32), 1 - contract[1], _MIN_COLUMNS)
+    a = _pad(a.astype(jnp.float32), 1 - contract[0], max(rows, _MIN_ROWS))
+    b = _pad(b.astype(jnp.float32), 1 - contract[1], round_up(columns, _COLUMNS))
     out = lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), precision=lax.Precision.HIGHEST)
     return out[:rows, :columns]
 
 
-def _pad(x: jax.Array, axis: int, least: int) -> jax.Array:
-    missing = max(0, least - x.shape[axis])
+def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
+    missing = size - x.shape[axis]
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(2)]) if missing else x

@@ -213,9 +213,14 @@ class Config:
         }
 
 
+def is_attention(layer: int) -> bool:
+    """Whether a layer is the last of its period, the one of full attention."""
+    return (layer + 1) % PERIOD == 0
+
+
 def layer_type(layer: int) -> str:
-    """`"full_attention"` for the last layer of a period, else `"linear_attention"`."""
-    return "full_attention" if (layer + 1) % PERIOD == 0 else "linear_attention"
+    """A layer's entry in `layer_types`."""
+    return "full_attention" if is_attention(layer) else "linear_attention"
 
 
 def _read(path: Path) -> dict[str, Any]:

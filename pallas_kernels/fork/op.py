@@ -34,7 +34,7 @@ fork.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def split(x: Float[Array, "*shape"], sizes: Sequence[int], axis: int = -1) -> tuple[Float[Array, "*piece"], ...]:
+def split(x: Float[Array, "*shape"], sizes: Sequence[int], axis: int = -1) -> tuple[Array, ...]:
     """Cuts `x` along `axis` into pieces of `sizes`; the backward joins them and adds nothing."""
     edges = [sum(sizes[:i]) for i in range(1, len(sizes))]
     return tuple(jnp.split(x, edges, axis=axis))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from isojax.layouts import Segments
@@ -15,13 +16,13 @@ from pallas_kernels.linear.numerics import Numerics, Schedule, split_axis
 
 def column_linear(
     x: Float[Array, "rows inputs"],
-    weights: Sequence[Float[Array, "outputs inputs"]],
+    weights: Sequence[Float[Array, "_ inputs"]],
     *,
-    out_dtypes: Sequence[jnp.dtype | None] | None = None,
+    out_dtypes: Sequence[DTypeLike | None] | None = None,
     segments: Segments | None = None,
     numerics: Numerics = Numerics(),
     schedule: Schedule = Schedule(),
-) -> tuple[Float[Array, "rows outputs"], ...]:
+) -> tuple[Float[Array, "rows _"], ...]:
     """`x @ weight.T` for every projection of one input.
 
     An output element is one float32 chain over blocks of K, rounded once; it depends on its row of `x` and

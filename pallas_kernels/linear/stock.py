@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from isojax.layouts import Segments
@@ -11,12 +12,12 @@ from pallas_kernels.linear.numerics import Numerics
 
 def column_linear(
     x: Float[Array, "rows inputs"],
-    weights: Sequence[Float[Array, "outputs inputs"]],
+    weights: Sequence[Float[Array, "_ inputs"]],
     *,
-    out_dtypes: Sequence[jnp.dtype | None] | None = None,
+    out_dtypes: Sequence[DTypeLike | None] | None = None,
     segments: Segments | None = None,
     numerics: Numerics = Numerics(),
-) -> tuple[Float[Array, "rows outputs"], ...]:
+) -> tuple[Float[Array, "rows _"], ...]:
     """`x @ weight.T` for each weight, in the order that XLA chooses."""
     del segments, numerics
     dtypes = out_dtypes or [None] * len(weights)
