@@ -1,0 +1,50 @@
+"""Norm and gate on the output of Gated DeltaNet."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from isojax.layouts import Segments
+from pallas_kernels.rows import row_op
+from pallas_kernels.share_over_heads import share_over_heads
+from pallas_kernels.spread import spread, sum_axis
+
+
+def gated_norm(
+    o: Float[Array, "rows heads head_dim"],
+    z: Float[Array, "rows heads head_dim"],
+    scale: Float[Array, " head_dim"],
+    *,
+    eps: float = 1e-6,
+    segments: Segments | None = None,
+) -> Float[Array, "rows heads head_dim"]:
+    """RMS norm of every head of `o`, times `scale` (not zero-centred), times silu(`z`).
+
+    Float32 with one rounding; sums in tree order. A head's bits depend on its own values alone, whatever the
+    number of rows and heads. The gradient of `scale` adds 64 rows in tree order head by head, follows
+    `segment_sum`, and adds the heads last as `share_over_heads`.
+
+    Args:
+        o: Output of the delta rule, bfloat16 or float32.
+        z: Input of the gate.
+        scale: Shared by the heads, float32.
+        eps: Added to the mean square.
+        segments: The sequence of every 64 rows, for the gradient of `scale`; by default one sequence.
+    """
+    return _op(eps)(o, z, share_over_heads(scale, o.shape[1]), segments=segments)
+
+
+def _rows(o: jax.Array, z: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
+    rows, _, width = o.shape
+    wide = o.astype(jnp.float32)
+    factor = lax.rsqrt(sum_axis(wide * wide, -1) / width + eps)
+    normed = wide * spread(factor, -1, width) * spread(scale.astype(jnp.float32)[None], 0, rows)
+    return (normed * jax.nn.silu(z.astype(jnp.float32))).astype(o.dtype)
+
+
+@functools.cache
+def _op(eps: float):
+    return row_op("gated_norm", functools.partial(_rows, eps=eps), num_shared=1)
