@@ -13,11 +13,11 @@ from jax._src.core import Jaxpr, JaxprEqn, Literal, Var
 REGIONS = frozenset({"pallas_call", "mpmd_map", "core_map"})
 """Primitives whose bodies are kernels: `pl.pallas_call`, and `plgpu.kernel` through `pl.kernel`."""
 
-_CONTAINERS = frozenset(
-    "jit call closed_call core_call eval_jaxpr remat2 custom_jvp_call custom_vjp_call custom_vmap_call"
-    " shard_map scan while cond".split()
+_SAME_OPERANDS = frozenset(
+    {"jit", "call", "closed_call", "core_call", "eval_jaxpr", "remat2", "shard_map"}
+    | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call"}
 )
-_SAME_OPERANDS = _CONTAINERS - {"scan", "while", "cond"}
+_CONTAINERS = _SAME_OPERANDS | {"scan", "while", "cond"}
 
 
 class Part(NamedTuple):
@@ -30,8 +30,17 @@ class Part(NamedTuple):
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> Jaxpr:
-    """The program of `fn` at the shapes of `args`, which may be arrays or `jax.ShapeDtypeStruct`s."""
-    return jax.make_jaxpr(fn)(*args).jaxpr
+    """The program of `fn`, jitted or not, at the shapes of `args`: arrays or `jax.ShapeDtypeStruct`s."""
+    return fn.trace(*args).jaxpr if _is_jitted(fn) else jax.make_jaxpr(fn)(*args).jaxpr
+
+
+def compiler_options(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """The `compiler_options` that `fn` was jitted with. JAX takes them at the outermost jit alone."""
+    return dict(fn.trace(*args)._params["compiler_options_kvs"]) if _is_jitted(fn) else {}
+
+
+def _is_jitted(fn: Any) -> bool:
+    return hasattr(fn, "trace") and hasattr(fn, "lower")
 
 
 def platform_name(platform: str | None = None) -> str:
@@ -85,7 +94,9 @@ def regions(jaxpr: Jaxpr, platform: str) -> Iterator[JaxprEqn]:
 def source(eqn: JaxprEqn) -> tuple[str, int, str]:
     """File, line and function of the user code that made `eqn`."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return (frame.file_name, frame.start_line, frame.function_name) if frame else ("unknown", 0, "unknown")
+    if frame is None:
+        return "unknown", 0, "unknown"
+    return frame.file_name, frame.start_line, frame.function_name.rpartition("<locals>.")[2]
 
 
 def is_float(atom: Var | Literal) -> bool:
