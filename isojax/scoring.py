@@ -1,49 +1,20 @@
 """Log-probabilities of given tokens, the bits that the rollout engine returned for them."""
 
-import dataclasses
-import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float32, Int, Int32
 
-from isojax.errors import SamplingError
 from isojax.layouts import CHUNK, round_up
+from isojax.sampling import Sampling
+from pallas_kernels.ops import Ops
 from pallas_kernels.step import Chunks
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sampling:
-    """What tokens were drawn from: part of the definition of their log-probabilities.
-
-    Attributes:
-        temperature: Logits are divided by it.
-        top_k: Keep the k likeliest tokens; 0 keeps all.
-        top_p: Keep the likeliest tokens up to this probability mass; 1 keeps all.
-        min_p: Keep tokens at least this likely, relative to the likeliest; 0 keeps all.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise SamplingError(
-                f"temperature={self.temperature} draws the likeliest token with certainty: there is no"
-                " distribution to learn from, use a temperature above 0"
-            )
-
-    @classmethod
-    def of(cls, output: Any) -> "Sampling | None":
-        """What the engine recorded with a request's output, if it did."""
-        return getattr(output, "sampling", None)
+from qwen35_moe import Config, Qwen35Moe, Step, forward, logits, tie
 
 
 def logprobs(
-    model: Any,
+    model: Qwen35Moe,
     tokens: Int[Array, "batch length"],
     lengths: Int[Array, " batch"] | None = None,
     *,
@@ -53,7 +24,7 @@ def logprobs(
     min_p: float = 0.0,
     padding: Literal["right", "left"] = "right",
     return_entropy: bool = False,
-) -> Float[Array, "batch length"] | tuple[Float[Array, "batch length"], Float[Array, "batch length"]]:
+) -> Float32[Array, "batch length"] | tuple[Float32[Array, "batch length"], Float32[Array, "batch length"]]:
     """Scores every token of every sequence under the model, differentiably.
 
     A token's bits depend on its sequence up to it and on the sampling definition alone: not on
@@ -103,15 +74,29 @@ def logprobs(
 
 
 def score_rows(
-    model: Any, tokens: Int[Array, " rows"], targets: Int[Array, " rows"], chunks: Chunks, sampling: Sampling
-) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    model: Qwen35Moe,
+    tokens: Int32[Array, " rows"],
+    targets: Int32[Array, " rows"],
+    chunks: Chunks,
+    sampling: Sampling,
+    *,
+    remat: bool = False,
+) -> tuple[Float32[Array, " rows"], Float32[Array, " rows"]]:
     """Log-probability of each row's target, and entropy in nats; rows that are not there hold anything."""
-    raise_unsupported(sampling)
-    hidden = model.hidden(tokens, chunks)
-    return model.ops.logprob(model.logits(hidden), targets, temperature=sampling.temperature)
+    config, ops = model.config, model.ops
+    step = Step(tokens, None, chunks)
+    params = tie(model.params(), config, ops)
+    hidden, _, _ = forward(params, step, config, ops, remat=remat)
+    return score_hidden(params, hidden, targets, config, ops, sampling, step.segments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=())
+def score_hidden(params: Any, hidden, targets, config: Config, ops: Ops, sampling: Sampling, segments=None):
+    """The last step of `score_rows`, from hidden rows of any phase."""
+    scores = logits(params, hidden, config, ops, segments=segments)
+    return ops.logprob(scores, targets, temperature=sampling.temperature)
+
+
+@jax.custom_vjp
 def _roll(x: jax.Array, shift: jax.Array) -> jax.Array:
     """Each row of `x` moved right by its shift; backward moves left, where autodiff would scatter and add."""
     length = x.shape[1]

@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from isojax.layouts import CHUNK, Segments
 from isojax.rl.losses import TokenFields, TokenLoss, grpo_loss
 from isojax.rl.packing import Batch, MicroBatch
-from isojax.scoring import Sampling, score_rows
+from isojax.sampling import Sampling
+from isojax.scoring import score_rows
 from pallas_kernels.elementwise import elementwise
 from pallas_kernels.rows import row_op
 from pallas_kernels.step import Chunks

@@ -8,8 +8,8 @@ from jaxtyping import Bool, Float, Int32
 
 from isojax.errors import SamplingError
 from isojax.layouts import CHUNK, round_up
-from isojax.rl.samples import Request, Sample, read_samples
-from isojax.scoring import Sampling
+from isojax.samples import Request, Sample, read_samples
+from isojax.sampling import Sampling
 
 GRADIENT_GROUP = 8
 """Sequences whose gradients meet in one tree; the trees of a batch form a chain."""
@@ -197,7 +197,7 @@ def _ends(length: int, blocks: int) -> np.ndarray:
 
 
 def _sampling(outputs: Sequence, asked: Sampling | None) -> Sampling:
-    recorded = {s for o in outputs if (s := Sampling.of(o)) is not None}
+    recorded = {Sampling.of(p) for o in outputs if (p := getattr(o, "sampling_params", None)) is not None}
     if asked is not None:
         recorded.add(asked)
     if len(recorded) > 1:

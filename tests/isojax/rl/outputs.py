@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 
 
-def completion(tokens, logprobs, versions=(), index=0):
+def completion(tokens, logprobs, versions=(), index=0, finish_reason="stop"):
     return SimpleNamespace(
         index=index,
+        finish_reason=finish_reason,
         text="",
         token_ids=list(tokens),
         logprobs=[{int(t): SimpleNamespace(logprob=float(v))} for t, v in zip(tokens, logprobs, strict=True)],
@@ -19,6 +20,10 @@ def request(prompt, completions, name="0", cached=0):
     return SimpleNamespace(
         request_id=name, prompt_token_ids=list(prompt), outputs=list(completions), num_cached_tokens=cached
     )
+
+
+def sampling_params(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, **edits):
+    return SimpleNamespace(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **edits)
 
 
 def random_outputs(prompts, samples, *, vocab=320, seed=0, longest=90, logprob=None):

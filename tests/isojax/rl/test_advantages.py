@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from isojax.bits import assert_bit_equal
 from isojax.rl.advantages import group_advantages, whiten
-from tests.bits import assert_bit_equal
 
 rewards = arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=9), elements=st.floats(-2, 2, width=32))
 

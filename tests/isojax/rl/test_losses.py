@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from isojax.bits import assert_bit_equal
 from isojax.rl.losses import TokenFields, grpo_loss
-from tests.bits import assert_bit_equal
 
 
 def fields(rollout, advantages, reference=None):

@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isojax.bits import assert_bit_equal
 from isojax.errors import SamplingError
 from isojax.layouts import CHUNK
 from isojax.rl.packing import bucket, cut, pack
-from isojax.scoring import Sampling
-from tests.bits import assert_bit_equal
-from tests.isojax.rl.outputs import completion, random_outputs, request
+from isojax.sampling import Sampling
+from tests.isojax.rl.outputs import completion, random_outputs, request, sampling_params
 
 
 def packed(prompts=3, samples=4, max_tokens=100_000, **options):
@@ -109,15 +109,24 @@ def test_another_tokens_logprob_does_not_stand_in():
         pack([request([1], [swapped])], np.ones((1, 1)), 64)
 
 
-def test_a_completion_without_tokens_is_refused():
-    with pytest.raises(SamplingError, match="no sampled token"):
-        pack([request([1], [completion([], [])])], np.ones((1, 1)), 64)
+@pytest.mark.parametrize(("tokens", "reason"), [([], "stop"), ([5], "abort"), ([5], None)])
+def test_a_completion_that_is_empty_or_unfinished_is_refused(tokens, reason):
+    with pytest.raises(SamplingError, match=f"{len(tokens)} sampled tokens and ended by {reason!r}"):
+        pack([request([1], [completion(tokens, [-1] * len(tokens), finish_reason=reason)])], np.ones((1, 1)), 64)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"logit_bias": {3: 1.0}}, {"min_tokens": 2}])
+def test_what_scoring_cannot_recompute_is_refused(params):
+    outputs = random_outputs(1, 1)
+    outputs[0].sampling_params = sampling_params(**params)
+    with pytest.raises(SamplingError):
+        pack(outputs, np.ones((1, 1)), 4096)
 
 
 def test_tokens_of_different_distributions_do_not_meet_in_one_batch():
     outputs = random_outputs(2, 1)
     for output, temperature in zip(outputs, (0.8, 1.0), strict=True):
-        output.sampling = Sampling(temperature)
+        output.sampling_params = sampling_params(temperature, top_k=-1)
     with pytest.raises(SamplingError, match="different distributions"):
         pack(outputs, np.ones((2, 1)), 4096)
     with pytest.raises(SamplingError, match="different distributions"):

@@ -17,6 +17,7 @@ class Completion(Protocol):
 
     token_ids: Sequence[int]
     logprobs: Any
+    finish_reason: str | None
 
 
 @runtime_checkable
@@ -66,8 +67,11 @@ def read_samples(outputs: Sequence[Request]) -> Iterator[Sample]:
     for prompt, output in enumerate(outputs):
         for position, completion in enumerate(output.outputs):
             where = f"prompt {prompt}, sample {position} (request {output.request_id})"
-            if not completion.token_ids:
-                raise SamplingError(f"{where} has no sampled token: drop the request from the batch")
+            if not completion.token_ids or completion.finish_reason not in ("stop", "length"):
+                raise SamplingError(
+                    f"{where} has {len(completion.token_ids)} sampled tokens and ended by"
+                    f" {completion.finish_reason!r}: leave the request out of the batch"
+                )
             yield Sample(
                 prompt=prompt,
                 sample=position,
