@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from isojax.errors import ConfigError
 
@@ -149,7 +149,7 @@ class Config:
         return 2 * self.linear_key_dim + self.linear_value_dim
 
     @classmethod
-    def from_hf(cls, source: str | Path | Mapping[str, Any], *, compute_dtype: ComputeDtype = "bfloat16") -> Self:
+    def from_hf(cls, source: str | Path | Mapping[str, Any], *, compute_dtype: ComputeDtype = "bfloat16") -> "Config":
         """Reads a Hugging Face config: a dict, a `config.json`, or the folder that holds one.
 
         Takes the text models `qwen3_5_moe_text` and `qwen3_5_text` and the multimodal wrappers around them

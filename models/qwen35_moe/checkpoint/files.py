@@ -14,6 +14,9 @@ from safetensors.numpy import save_file
 
 from isojax.errors import WeightsError
 
+type Pieces = dict[str, tuple[int, Callable[[], np.ndarray]]]
+"""Bytes of each tensor to be written by its name, and what makes its values when their turn comes."""
+
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -24,6 +27,7 @@ class Entry:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    num_bytes: int
 
 
 def scan(folder: Path) -> tuple[dict[str, Entry], list[str]]:
@@ -76,12 +80,18 @@ def _header(file: Path) -> tuple[dict[str, Entry], list[str]]:
         except ValueError:
             return {}, [f"{file} has no header that can be read"]
     header.pop("__metadata__", None)
-    entries = {name: Entry(file, meta["dtype"], tuple(meta["shape"])) for name, meta in header.items()}
     room = size - 8 - length
-    ends = {name: meta["data_offsets"][1] for name, meta in header.items()}
-    problems = [f"{name} is cut off: {file} ends {end - room} bytes before it" for name, end in ends.items() if end > room]
-    if (spare := room - max(ends.values(), default=0)) > 0:
-        problems.append(f"{file} has {spare} bytes after its last tensor")
+    entries: dict[str, Entry] = {}
+    problems: list[str] = []
+    last = 0
+    for name, meta in header.items():
+        start, end = meta["data_offsets"]
+        entries[name] = Entry(file, meta["dtype"], tuple(meta["shape"]), end - start)
+        last = max(last, end)
+        if end > room:
+            problems.append(f"{name} is cut off: {file} is {end - room} bytes too short for it")
+    if room > last:
+        problems.append(f"{file} has {room - last} bytes after its last tensor")
     return entries, problems
 
 
@@ -108,26 +118,24 @@ def reader(entries: dict[str, Entry]) -> Iterator[Callable[[str], np.ndarray]]:
         yield read
 
 
-def write(folder: Path, sizes: dict[str, int], make: Callable[[str], np.ndarray], shard_bytes: int) -> None:
-    """Writes tensors in the order of `sizes` (bytes by name), one shard in memory at a time.
+def write(folder: Path, pieces: Pieces, shard_bytes: int) -> None:
+    """Writes tensors in the order given, one shard in memory at a time.
 
     One file where all fit in `shard_bytes`, else shards of at most that (or of one tensor) and their index.
     """
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, size in sizes.items():
+    for name, (size, _) in pieces.items():
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled += size
     count = len(shards)
-    files = [_SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    for file, names in zip(files, shards, strict=True):
-        save_file({name: make(name) for name in names}, folder / file, metadata={"format": "pt"})
-        with (folder / file).open("rb") as stream:
-            os.fsync(stream.fileno())
+    names = [_SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        save_file({name: pieces[name][1]() for name in shard}, folder / file, metadata={"format": "pt"})
     if count > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": sum(size for size, _ in pieces.values())}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

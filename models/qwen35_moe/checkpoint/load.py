@@ -15,7 +15,7 @@ from qwen35_moe.config import Config
 
 type Params = dict[str, Any]
 
-_DTYPES = ("F32", "BF16", "F16")  # float32 holds their values.
+_DTYPES = ("F32", "BF16")
 _LISTED = 40  # Violations that a message names; the rest are counted.
 
 
@@ -26,7 +26,7 @@ class Manifest:
     Attributes:
         folder: Where it was read; an export copies its tokenizer and the tensors passed through from there.
         layout: How its names are formed.
-        dtypes: Dtype of every tensor in the file (`"BF16"`, `"F32"`, `"F16"`), by canonical name.
+        dtypes: Dtype of every tensor in the file (`"BF16"` or `"F32"`), by canonical name.
         passed_through: Names of tensors that isojax does not read (vision tower, multi-token prediction).
     """
 
@@ -47,15 +47,14 @@ def load_params(folder: str | Path, config: Config) -> tuple[Params, Manifest]:
         and what is needed to export them as they came.
 
     Raises:
-        WeightsError: If tensors are missing, unknown, misshapen, cut off or of a dtype that float32 does
-            not hold; names them all.
+        WeightsError: If tensors are missing, unknown, misshapen, cut off, or neither float32 nor bfloat16;
+            names them all.
     """
     folder = Path(folder)
     entries, problems = files.scan(folder)
-    layouts = Layout.of(set(entries))
-    if len(layouts) > 1:
-        problems.append(f"{folder} mixes {len(layouts)} forms of names: {', '.join(map(str, layouts))}")
-    layout = layouts[0]
+    layout, *others = Layout.of(set(entries))
+    if others:
+        problems.append(f"{folder} mixes forms of names: {', '.join(map(str, (layout, *others)))}")
     if not problems:
         problems = _disagreements(entries, layout, config)
     _refuse(folder, problems)
@@ -110,7 +109,7 @@ def _disagreements(entries: dict[str, files.Entry], layout: Layout, config: Conf
         elif entry.shape != wanted[name]:
             problems.append(f"{name} is {list(entry.shape)}, the config asks for {list(wanted[name])}")
         elif entry.dtype not in _DTYPES:
-            problems.append(f"{name} is {entry.dtype}, expected {', '.join(_DTYPES)}")
+            problems.append(f"{name} is {entry.dtype}, expected {' or '.join(_DTYPES)}")
     return problems
 
 

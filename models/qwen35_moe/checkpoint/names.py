@@ -66,12 +66,12 @@ class Layout:
         return {f"{stem}.{e}.{p}_proj.weight": (rows, columns) for e in range(experts) for p in projections}
 
     @classmethod
-    def of(cls, names: set[str]) -> tuple["Layout", ...]:
-        """The layouts that these names follow; more than one if forms are mixed."""
+    def of(cls, names: set[str]) -> list["Layout"]:
+        """The layouts that these names follow: at least one, and more if forms are mixed."""
         text = {name for name in names if not name.startswith(PASSED_THROUGH)}
         wrapped = {name.startswith(_WRAPPED_PREFIX) for name in text if name.startswith(_PREFIX)} or {False}
         fused = {_EXPERT.fullmatch(name) is None for name in text if ".mlp.experts." in name} or {True}
-        return tuple(cls(w, f) for w in sorted(wrapped) for f in sorted(fused))
+        return [cls(w, f) for w in sorted(wrapped) for f in sorted(fused)]
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
