@@ -189,7 +189,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 def _host(leaf: Any, name: str) -> np.ndarray:
     if isinstance(leaf, jax.Array):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if not leaf.is_fully_addressable:
             raise ValueError(

@@ -101,8 +101,13 @@ def source(eqn: JaxprEqn) -> tuple[str, int, str]:
 
 def is_float(atom: Var | Literal) -> bool:
     """Whether a value is floating-point or complex; keys, tokens and `float0` are not."""
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.numpy.inexact)
+    kind = dtype(atom)
+    return kind is not None and jax.numpy.issubdtype(kind, jax.numpy.inexact)
+
+
+def dtype(atom: Var | Literal) -> Any:
+    """The dtype of a value; None if it has none, like a token."""
+    return getattr(atom.aval, "dtype", None)
 
 
 def shape_text(atom: Var | Literal) -> str:

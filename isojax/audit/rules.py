@@ -3,7 +3,7 @@
 import numpy as np
 from jax._src.core import JaxprEqn, Literal, Var
 
-from isojax.jaxprs import is_float
+from isojax.jaxprs import dtype, is_float
 
 
 def _words(text: str) -> frozenset[str]:
@@ -78,7 +78,7 @@ def problem(eqn: JaxprEqn, constants: set[Var]) -> tuple[str, str] | None:
     elif name == "convert_element_type":
         operand, result = eqn.invars[0], eqn.outvars[0]
         # A change of `weak_type` alone is no cast, and a literal has been read by the compiler.
-        allowed = operand.aval.dtype == result.aval.dtype or is_constant(operand, constants)
+        allowed = dtype(operand) == dtype(result) or is_constant(operand, constants)
     else:
         allowed = name in MOVES
     if allowed:

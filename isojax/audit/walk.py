@@ -114,4 +114,4 @@ def _between_barriers(eqn: JaxprEqn, jaxpr: Jaxpr) -> bool:
 
 
 def _dtypes(atoms: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(str(atom.aval.dtype) for atom in atoms)
+    return tuple(str(jaxprs.dtype(atom)) for atom in atoms)
