@@ -22,7 +22,8 @@ def region_call(
 
     On the CPU the kernel is interpreted between optimization barriers, so that XLA cannot
     fuse, contract or reorder it with its neighbours (DESIGN: barrier rule). On a GPU it is
-    compiled by Mosaic.
+    compiled. Which of the two is settled when the program is traced: a trace then holds one
+    executor, which is what an audit reads and a digest hashes.
 
     Args:
         name: The region, as contracts and audits call it, e.g. `"rms_norm"`.
@@ -34,13 +35,16 @@ def region_call(
     Returns:
         A function of the kernel's inputs.
     """
+    if traced_for() != "cpu":
+        return gpu or pl.pallas_call(kernel, out_shape=out_shape, name=name, **spec)
+    call = pl.pallas_call(kernel, out_shape=out_shape, name=name, interpret=True, **spec)
+    return lambda *args: lax.optimization_barrier(call(*lax.optimization_barrier(args)))
 
-    def on_cpu(*args):
-        call = pl.pallas_call(kernel, out_shape=out_shape, name=name, interpret=True, **spec)
-        return lax.optimization_barrier(call(*lax.optimization_barrier(args)))
 
-    on_gpu = gpu or pl.pallas_call(kernel, out_shape=out_shape, name=name, **spec)
-    return lambda *args: lax.platform_dependent(*args, cpu=on_cpu, default=on_gpu)
+def traced_for() -> str:
+    """The platform that programs are traced for: of the ambient mesh's abstract device, else of this process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """The products of a linear layer on the CPU, tile by tile."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -48,6 +49,7 @@ def product(
     return region_call(
         name,
         product_kernel,
+        gpu=functools.partial(_on_hopper, dtype=dtype, schedule=schedule) if lhs.dtype == jnp.bfloat16 else None,
         out_shape=jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[0]), dtype),
         grid=(lhs.shape[0] // tile_rows, rhs.shape[0] // tile_columns),
         in_specs=[
@@ -101,6 +103,14 @@ def weight_gradient(
         ],
         out_specs=pl.BlockSpec((tile_out, tile_in), lambda i, j: (i, j)),
     )(segments.sequence, out_grad, x)[:outputs, :inputs]
+
+
+def _on_hopper(lhs, rhs, *, dtype, schedule: Schedule):
+    from pallas_kernels.linear import hopper  # Mosaic GPU is imported where it runs.
+
+    rows, splits, _ = lhs.shape
+    flat = (x.reshape(x.shape[0], -1) for x in (lhs, rhs))
+    return hopper.product(*flat, splits, dtype, schedule.hopper or hopper.HopperSchedule.for_rows(rows))
 
 
 def _pad_leading(x: jax.Array, multiple: int) -> jax.Array:

@@ -1,6 +1,7 @@
 """What decides the bits of a product, and what only its speed."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,14 @@ class Schedule:
     """May change the speed of a product, never its bits.
 
     Attributes:
-        rows: Rows of a tile: a power of two from 8 to 256; by default the least that holds all rows.
-        columns: Columns of a tile, a multiple of 16.
+        rows: Rows of a tile on the CPU: a power of two from 8 to 256; by default the least that holds all rows.
+        columns: Columns of a tile on the CPU, a multiple of 16.
+        hopper: The `hopper.HopperSchedule`; by default one chosen from the number of rows.
     """
 
     rows: int | None = None
     columns: int = 128
+    hopper: Any = None
 
     def row_tile(self, rows: int) -> int:
         """The rows of a tile for a product of `rows` rows."""
