@@ -1,0 +1,292 @@
+"""The compiled programs of an engine: forward over a bucket, sampling, scoring, moving pages."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, Int32
+
+import qwen35_moe
+from isojax.layouts import CHUNK
+from isojax.pytrees import pytree
+from pallas_kernels.ops import Ops
+from pallas_kernels.step import Chunks, Decode
+from qwen35_moe.cache import Cache, init_cache
+from qwen35_moe.config import Config
+from qwen35_moe.step import Residency, Step
+from rollout_bridge.batch import Homes, Inputs
+from rollout_bridge.cache import Layout
+from rollout_bridge.sampling import Controls, Edits
+
+
+@pytree
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """What programs change in place.
+
+    Attributes:
+        cache: The model's pages and slots.
+        tokens: Tokens of every slot, `[slots, max_model_len + 1]`.
+        hidden: Of every slot, the last hidden row that a token is sampled from.
+    """
+
+    cache: Cache
+    tokens: Int32[Array, "slots length"]
+    hidden: jax.Array
+
+
+@pytree
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """Scored tokens: the drawn or given one, then the likeliest; ranks count from 1."""
+
+    tokens: Int32[Array, "rows most"]
+    logprobs: Float32[Array, "rows most"]
+    ranks: Int32[Array, " rows"]
+
+    def on_host(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The first `count` rows as NumPy arrays; waits for the device."""
+        return tuple(np.asarray(x)[:count] for x in (self.tokens, self.logprobs, self.ranks))
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Programs of one model over one cache layout.
+
+    Attributes:
+        config: The model's sizes.
+        ops: The bound ops.
+        layout: Where layers lie.
+        num_slots: Requests that can run at once.
+        max_len: Longest sequence.
+        vocab: Words that can be drawn; logits past them are padding.
+    """
+
+    config: Config
+    ops: Ops
+    layout: Layout
+    num_slots: int
+    max_len: int
+    vocab: int
+
+    @property
+    def pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_len // self.layout.page_tokens)
+
+    @property
+    def blocks_per_request(self) -> list[int]:
+        """Entries of a request's block table, for every KV-cache group of vLLM."""
+        pages = self.pages
+        states = -(-self.max_len // self.layout.state_block)
+        groups = 1 + len(self.layout.state_groups)
+        return [pages if group == self.layout.attention_group else states for group in range(groups)]
+
+    def fresh_state(self) -> State:
+        """An empty cache and no tokens."""
+        cache = init_cache(
+            self.config,
+            self.layout.placement,
+            self.ops,
+            num_blocks=self.layout.num_blocks,
+            num_slots=self.num_slots,
+            tokens=self.layout.page_tokens,
+        )
+        tokens = jnp.zeros((self.num_slots, self.max_len + 1), jnp.int32)
+        return State(cache, tokens, jnp.zeros((self.num_slots, self.config.hidden_size), self.config.compute_dtype))
+
+    def forward(self, params: Any, state: State, inputs: Inputs) -> tuple[State, jax.Array]:
+        """Runs decode rows and chunk blocks; returns the hidden rows too."""
+        return self._forward(params, state, inputs)
+
+    @functools.cached_property
+    def _forward(self):
+        @functools.partial(jax.jit, donate_argnums=1)
+        def forward(params, state: State, inputs: Inputs):
+            rows, sequences = inputs.rows, inputs.sequences
+            num_rows, num_blocks = len(inputs.valid), inputs.blocks.shape[1]
+            tokens = [_at(state.tokens, rows.slot, rows.start)]
+            chunks = None
+            if num_blocks:
+                chunks = Chunks(*inputs.blocks, num_sequences=num_blocks)
+                position = chunks.index[:, None] * CHUNK + jnp.arange(CHUNK)
+                tokens.append(_at(state.tokens, sequences.slot[chunks.sequence][:, None], position).reshape(-1))
+            hidden, cache, _ = qwen35_moe.forward(
+                params,
+                Step(jnp.concatenate(tokens), Decode(rows.start, inputs.valid), chunks),
+                self.config,
+                self.ops,
+                cache=state.cache,
+                decode_at=_residency(rows),
+                chunks_at=_residency(sequences) if num_blocks else None,
+                max_positions=self.max_len,
+            )
+            last = hidden[:num_rows]
+            to = rows.to
+            if num_blocks:
+                last = jnp.concatenate([last, hidden[num_rows + inputs.last]])
+                to = jnp.concatenate([to, sequences.to])
+            return State(cache, state.tokens, state.hidden.at[to].set(last, mode="drop")), hidden
+
+        return forward
+
+    def sample(
+        self, params: Any, state: State, controls: Controls, edits: Edits | None, *, filtered: bool, most_likely: int
+    ) -> tuple[State, Scores]:
+        """Draws one token for every row and writes it to the token buffer.
+
+        Args:
+            filtered: Whether any row uses top_k, top_p or min_p.
+            most_likely: Likeliest tokens to score beside the drawn one.
+        """
+        return self._sample(params, state, controls, edits, filtered, most_likely)
+
+    @functools.cached_property
+    def _sample(self):
+        @functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=1)
+        def sample(params, state: State, controls: Controls, edits: Edits | None, filtered: bool, most_likely: int):
+            logits = self._logits(params, state.hidden.at[controls.slot].get(mode="clip"))
+            if edits is not None:
+                logits = _edited(logits, edits)
+            keep = None
+            if filtered:
+                keep = self.ops.keep(
+                    logits,
+                    temperature=controls.temperature,
+                    top_k=controls.top_k,
+                    top_p=controls.top_p,
+                    min_p=controls.min_p,
+                    vocab=self.vocab,
+                )
+            drawn = self.ops.sample(
+                logits,
+                controls.stream,
+                controls.position,
+                temperature=controls.temperature,
+                greedy=controls.greedy,
+                vocab=self.vocab,
+                keep=keep,
+            )
+            scores = self._scored(logits, drawn, controls.temperature, keep, most_likely)
+            slot = jnp.where(controls.samples, controls.slot, self.num_slots)
+            tokens = state.tokens.at[slot, controls.position].set(drawn, mode="drop")
+            return State(state.cache, tokens, state.hidden), scores
+
+        return sample
+
+    def score(
+        self,
+        params: Any,
+        state: State,
+        hidden: jax.Array,
+        row: int,
+        slot: int,
+        position: int,
+        temperature: float,
+        *,
+        most_likely: int,
+    ) -> Scores:
+        """Scores the tokens after 64 hidden rows from `row` on, which are positions from `position` on of `slot`."""
+        where = np.array([row, slot, position], np.int32)
+        return self._score(params, state.tokens, hidden, where, np.float32(temperature), most_likely)
+
+    @functools.cached_property
+    def _score(self):
+        @functools.partial(jax.jit, static_argnums=5)
+        def score(params, tokens, hidden, where, temperature, most_likely: int):
+            row, slot, position = where
+            offsets = jnp.arange(CHUNK)
+            logits = self._logits(params, hidden.at[row + offsets].get(mode="clip"))
+            targets = _at(tokens, slot, position + 1 + offsets)
+            return self._scored(logits, targets, jnp.full(CHUNK, temperature), None, most_likely)
+
+        return score
+
+    def _logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+        return qwen35_moe.logits(params, hidden, self.config, self.ops)
+
+    def _scored(self, logits, tokens, temperature, keep, most_likely: int) -> Scores:
+        args = {"temperature": temperature, "vocab": self.vocab, "keep": keep}
+        logprobs, _ = self.ops.logprob(logits, tokens, **args)
+        live = jnp.arange(logits.shape[1]) < self.vocab
+        live = live if keep is None else live & keep
+        own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+        ranks = jnp.sum(live & (logits >= own), axis=1, dtype=jnp.int32)
+        tokens, logprobs = tokens[:, None], logprobs[:, None]
+        if most_likely:
+            _, best = lax.top_k(jnp.where(live, logits, -jnp.inf), most_likely)
+            values = [self.ops.logprob(logits, best[:, i], **args)[0] for i in range(most_likely)]
+            tokens = jnp.concatenate([tokens, best], axis=1)
+            logprobs = jnp.concatenate([logprobs, jnp.stack(values, axis=1)], axis=1)
+        return Scores(tokens, logprobs, ranks)
+
+    def write_tokens(self, state: State, slot: int, tokens: np.ndarray) -> State:
+        """Puts the known tokens of a request into its slot."""
+        row = np.zeros(self.max_len + 1, np.int32)
+        row[: len(tokens)] = tokens
+        return dataclasses.replace(state, tokens=_write_row(state.tokens, slot, row))
+
+    def zero_blocks(self, state: State, blocks: Sequence[int]) -> State:
+        """Zeroes newly owned pages, so that nothing that was there can be read as a number."""
+        return self._move(state, list(blocks), None)
+
+    def copy_blocks(self, state: State, copies: Sequence[Any]) -> State:
+        """Copies pages; `copies` are vLLM's (source, destination) pairs."""
+        sources, targets = zip(*((copy[0], copy[1]) for copy in copies), strict=True)
+        return self._move(state, list(targets), list(sources))
+
+    def _move(self, state: State, targets: list[int], sources: list[int] | None) -> State:
+        for begin in range(0, len(targets), _MOVED):
+            to = np.full(_MOVED, self.layout.num_blocks, np.int32)
+            to[: len(targets[begin : begin + _MOVED])] = targets[begin : begin + _MOVED]
+            source = None
+            if sources is not None:
+                source = np.zeros(_MOVED, np.int32)
+                source[: len(sources[begin : begin + _MOVED])] = sources[begin : begin + _MOVED]
+            pools = _move_pages(state.cache.pools, to, source)
+            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=pools))
+        return state
+
+
+_MOVED = 16
+"""Pages moved by one program."""
+
+
+def _at(tokens: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
+    return tokens.at[slot, position].get(mode="clip")
+
+
+def _residency(homes: Homes) -> Residency:
+    return Residency(
+        start=homes.start,
+        fresh=homes.fresh,
+        slot=homes.slot,
+        kv_pages=homes.pages,
+        state_in=homes.state_in,
+        state_out=homes.state_out,
+    )
+
+
+def _edited(logits: jax.Array, edits: Edits) -> jax.Array:
+    """`logits` with `edits`: rows and tokens that none names keep their bits."""
+    rows = jnp.arange(len(logits))[:, None]
+    added = lax.optimization_barrier(logits.at[rows, edits.tokens].get(mode="clip") + edits.add)
+    named = jnp.zeros(logits.shape, bool).at[rows, edits.tokens].set(True, mode="drop")
+    logits = logits.at[rows, edits.tokens].set(added, mode="drop")
+    return jnp.where(edits.only[:, None] & ~named, -jnp.inf, logits)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_row(tokens: jax.Array, slot: int, row: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(tokens, row[None], (slot, 0))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _move_pages(pools: tuple[jax.Array, ...], to: jax.Array, source: jax.Array | None) -> tuple[jax.Array, ...]:
+    pages = lambda pool: jnp.zeros((), pool.dtype) if source is None else pool[source]  # noqa: E731
+    return tuple(pool.at[to].set(pages(pool), mode="drop") for pool in pools)
