@@ -116,12 +116,26 @@ def pack(
         ValueError: If the shapes disagree or a sequence does not fit in `max_tokens`.
     """
     samples = tuple(read_samples(outputs))
-    if not samples:
-        raise ValueError("pack got no outputs: there is nothing to learn from")
     advantages = np.asarray(advantages, np.float32)
     counts = [len(output.outputs) for output in outputs]
     if advantages.ndim != 2 or counts != [advantages.shape[1]] * len(advantages):
         raise ValueError(f"pack got advantages {list(advantages.shape)} for {len(outputs)} prompts of {counts} samples")
+    drawn_from = _sampling(outputs, sampling)
+    return pack_samples(samples, advantages, max_tokens, drawn_from, group=group, sequences=sequences)
+
+
+def pack_samples(
+    samples: tuple[Sample, ...],
+    advantages: Float[np.ndarray, "prompts samples"],
+    max_tokens: int,
+    sampling: Sampling,
+    *,
+    group: int = GRADIENT_GROUP,
+    sequences: int | None = None,
+) -> Batch:
+    """Packs samples that were read before; arguments as `pack`."""
+    if not samples:
+        raise ValueError("pack got no outputs: there is nothing to learn from")
     blocks = [round_up(s.length - 1, CHUNK) // CHUNK for s in samples]
     total = sum(blocks) * CHUNK
     tokens, targets, versions = (np.full(total, fill, np.int32) for fill in (0, 0, -1))
@@ -149,7 +163,7 @@ def pack(
         index=np.concatenate([np.arange(n, dtype=np.int32) for n in blocks]),
         end=np.concatenate([_ends(s.length - 1, n) for s, n in zip(samples, blocks, strict=True)]),
         samples=samples,
-        sampling=_sampling(outputs, sampling),
+        sampling=sampling,
         micro_batches=cut(blocks, max_tokens, group, sequences),
         group=group,
     )

@@ -1,0 +1,128 @@
+"""Rows without an engine: the trainer's forward against every phase, run by hand."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from isojax.layouts import CHUNK
+from isojax.models import from_pretrained
+from isojax.rl.gradient import policy_gradient, score
+from isojax.rl.packing import Batch, cut, pack_samples
+from isojax.samples import Sample
+from isojax.sampling import Sampling
+from isojax.scoring import logprobs
+from isojax.verify.phases import Phases, Plan
+from isojax.verify.report import Row
+from qwen35_moe import Qwen35Moe
+
+LENGTHS = (1 + 1, 63, 64, 65, 66, 129, 200, 333)
+"""Sequences on both sides of chunk borders, and over several chunks and pages."""
+
+BUDGETS = (1, 63, 64, 65, 100, 256)
+PLANS = (
+    Plan("prefill in one piece"),
+    *(Plan(f"prefill in pieces of {budget}", budget=budget, mates=1) for budget in BUDGETS),
+    Plan("prefill under a shared budget of 100", budget=100),
+    *(Plan(f"decode after a prompt of {prompt}", prompts=prompt) for prompt in (1, 63, 64, 65)),
+    Plan("decode beside prefills", prompts=40, budget=72, mates=3),
+)
+
+
+def rows(checkpoint: Path, numerics: str) -> Iterator[Row]:
+    """The rows of both compute dtypes."""
+    for dtype in ("bfloat16", "float32"):
+        model = from_pretrained(checkpoint, numerics=numerics, dtype=dtype)
+        yield from (dataclasses.replace(row, name=f"{dtype} {row.name}") for row in rows_of(model))
+
+
+def rows_of(model: Qwen35Moe, lengths: Sequence[int] = LENGTHS) -> Iterator[Row]:
+    """The rows of one model; all are compared with sequences that the trainer scores packed, eight at once."""
+    sequences = draw(model, lengths)
+    batch = as_batch(sequences)
+    whole = by_sequence(batch, score(model, batch).logprobs)
+    yield from _trainer_rows(model, sequences, batch, whole)
+    yield from _gradient_rows(model, batch, whole)
+    phases = Phases(model, sequences=len(sequences), max_len=max(lengths))
+    for plan in PLANS:
+        steps = plan.steps([len(ids) - 1 for ids in sequences])
+        yield Row.of(plan.name, "direct", phases.run(sequences, steps), whole)
+    for mates in (1, 7, 33):
+        yield _beside(model, sequences, whole, mates)
+
+
+def draw(model: Qwen35Moe, lengths: Sequence[int], seed: int = 193) -> list[np.ndarray]:
+    """Random tokens of a byte, which every vocabulary has."""
+    rng = np.random.default_rng(seed)
+    most = min(256, model.config.vocab_size)
+    return [rng.integers(0, most, length, dtype=np.int32) for length in lengths]
+
+
+def as_batch(sequences: Sequence[np.ndarray], sampling: Sampling = Sampling()) -> Batch:
+    """A batch in which every token but the first counts as sampled."""
+    samples = tuple(
+        Sample(i, 0, ids[:1], ids[1:], np.zeros(len(ids) - 1, np.float32), np.zeros(len(ids) - 1, np.int32))
+        for i, ids in enumerate(sequences)
+    )
+    advantages = np.linspace(-1, 1, len(samples), dtype=np.float32)[:, None]
+    return pack_samples(samples, advantages, 1 << 30, sampling)
+
+
+def by_sequence(batch: Batch, rows: np.ndarray) -> list[np.ndarray]:
+    """The rows of every sequence that are there."""
+    return [rows[batch.sequence_rows(s)][: sample.length - 1] for s, sample in enumerate(batch.samples)]
+
+
+def _trainer_rows(model: Qwen35Moe, sequences: list[np.ndarray], batch: Batch, whole: list[np.ndarray]):
+    for count in (1, 2, 4):
+        found = by_sequence(batch, score(model, _recut(batch, count)).logprobs)
+        yield Row.of(f"trainer, micro-batches of {count}", "direct", found, whole)
+    lengths = np.array([len(ids) for ids in sequences], np.int32)
+    longest = int(lengths.max())
+    graphdef, state = nnx.split(model)
+    jitted = jax.jit(
+        lambda state, tokens, lengths, padding: logprobs(nnx.merge(graphdef, state), tokens, lengths, padding=padding),
+        static_argnums=3,
+    )
+    for padding, width in (("right", longest), ("left", longest), ("right", longest + CHUNK), ("left", longest + 1)):
+        tokens = np.zeros((len(sequences), width), np.int32)
+        first = width - lengths if padding == "left" else np.zeros_like(lengths)
+        for row, start, ids in zip(tokens, first, sequences, strict=True):
+            row[start : start + len(ids)] = ids
+        scores = np.asarray(jitted(state, jnp.asarray(tokens), jnp.asarray(lengths), padding))
+        found = [row[start + 1 : start + n] for row, start, n in zip(scores, first, lengths, strict=True)]
+        yield Row.of(f"trainer, not packed, {padding}-padded to {width}", "direct", found, whole)
+    backwards = [logprobs(model, jnp.asarray(ids[None]))[0, 1:] for ids in sequences[:3]]
+    yield Row.of("trainer, one sequence, op by op", "direct", [np.asarray(x) for x in backwards], whole[:3])
+
+
+def _gradient_rows(model: Qwen35Moe, batch: Batch, whole: list[np.ndarray]):
+    grads, scores = policy_gradient(model, batch)
+    yield Row.of("forward of the gradient", "direct", by_sequence(batch, scores.logprobs), whole)
+    for name, other, remat in (
+        ("micro-batches of 1", _recut(batch, 1), False),
+        ("micro-batches of 2", _recut(batch, 2), False),
+        ("remat", batch, True),
+    ):
+        found, again = policy_gradient(model, other, remat=remat)
+        yield Row.of(f"gradient, {name}", "direct", nnx.to_pure_dict(found), nnx.to_pure_dict(grads))
+        yield Row.of(f"forward of the gradient, {name}", "direct", by_sequence(batch, again.logprobs), whole)
+
+
+def _beside(model: Qwen35Moe, sequences: list[np.ndarray], whole: list[np.ndarray], mates: int) -> Row:
+    """The last sequence decoded beside `mates` others that come and go."""
+    others = draw(model, [8 + 5 * (i % 7) for i in range(mates)], seed=mates)
+    last = sequences[-1][:140]
+    phases = Phases(model, sequences=mates + 1, max_len=len(last))
+    steps = Plan("", prompts=20, budget=mates + 40).steps([len(ids) - 1 for ids in (last, *others)])
+    found = phases.run([last, *others], steps)[0]
+    return Row.of(f"decode beside {mates} others", "direct", found, whole[-1][: len(last) - 1])
+
+
+def _recut(batch: Batch, sequences: int) -> Batch:
+    blocks = np.bincount(batch.sequence).tolist()
+    return dataclasses.replace(batch, micro_batches=cut(blocks, 1 << 30, batch.group, sequences))
