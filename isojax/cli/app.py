@@ -44,13 +44,17 @@ def verify(
     train: Annotated[str, typer.Option(metavar="AXIS=N,…", help="Parallelism of the trainer.")] = "tensor=1",
     rollout: Annotated[str, typer.Option(metavar="AXIS=N,…", help="Parallelism of the engine.")] = "tensor=1",
     numerics: Numerics = "exact",
-    direct: Annotated[bool, typer.Option("--direct", help="Leave the engine out: only the model's own phases.")] = False,
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Leave the engine out: only the model's own phases.")
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Compares trainer and engine bit for bit, on a user's checkpoint, over every way to run it."""
     from isojax.verify import verify as run
 
-    report = run(checkpoint, numerics=numerics, train=parallelism(train), rollout=parallelism(rollout), engine=not direct)
+    report = run(
+        checkpoint, numerics=numerics, train=parallelism(train), rollout=parallelism(rollout), engine=not direct
+    )
     write_json(json, report.to_json())
     closing(str(report))
     report.raise_if_different()
@@ -60,7 +64,9 @@ def verify(
 def train(
     config: Annotated[Path, typer.Argument(help="A TOML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="e.g. optimizer.lr=2e-6")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
     json: JsonOption = None,
 ) -> None:

@@ -37,7 +37,7 @@ class TaskSource(_Section):
     question: str = "question"
     template: str = "{question}"
     chat: bool = False
-    held_out: int = Field(200, ge=0)
+    held_out: int = Field(200, ge=1)
     held_out_seed: int = 1_000_003
 
     def build(self) -> Task:
@@ -85,6 +85,7 @@ class Loss(_Section):
 
     clip: float = Field(0.2, gt=0)
     clip_high: float | None = Field(None, gt=0)
+    kl: float = Field(0.0, ge=0)
     entropy_bonus: float = 0.0
     scale_advantages: bool = True
 

@@ -14,7 +14,8 @@ from flax import nnx
 
 from isojax import optim
 from isojax.bits import digest
-from isojax.errors import CheckpointError
+from isojax.contract import load
+from isojax.errors import CheckpointError, MismatchError
 from isojax.models import from_pretrained
 from isojax.rl.advantages import group_advantages
 from isojax.rl.checkpoint import Checkpoints
@@ -87,7 +88,9 @@ class Trainer:
     def __init__(self, config: Config, connect: Connect, *, resume: bool = False, explain: Explain | None = None):
         self.config, self.directory, self._explain = config, config.run.directory, explain
         self.task: Task = config.task.build()
-        self.model = from_pretrained(config.policy.checkpoint, numerics=config.policy.numerics, dtype=config.policy.dtype)
+        self.model = from_pretrained(
+            config.policy.checkpoint, numerics=config.policy.numerics, dtype=config.policy.dtype
+        )
         reference = config.loss.kl > 0
         self._reference = nnx.clone(self.model) if reference else None
         settings = config.optimizer.model_dump(exclude={"lr"})
@@ -97,7 +100,9 @@ class Trainer:
         if resume:
             self._restore()
         elif self._checkpoints.latest is not None:
-            raise CheckpointError(f"{self.directory} holds a run: pass --resume to continue it, or another run.directory")
+            raise CheckpointError(
+                f"{self.directory} holds a run: pass --resume to continue it, or another run.directory"
+            )
         self._keep_metrics()
         self._base_version = self.step
         self.engine = connect(self.model, config)
@@ -140,7 +145,11 @@ class Trainer:
         with _timed(seconds, "train"):
             grads, scores = policy_gradient(self.model, batch, self._loss(), remat=self.config.train.remat)
         with _timed(seconds, "check"):
-            parity = self._check(batch, scores)
+            try:
+                parity = self._check(batch, scores)
+            except MismatchError:
+                self._save()  # The weights that differed, for `isojax diff`.
+                raise
             self._positions.add(parity)
         with _timed(seconds, "train"):
             norm = float(optim.global_norm(grads))
@@ -171,7 +180,7 @@ class Trainer:
     @functools.cached_property
     def contract_digest(self) -> str:
         """Fingerprint of the numerics that trainer and engine share."""
-        return self.model.ops.digest
+        return load(self.config.policy.numerics).digest
 
     def _loss(self):
         loss = self.config.loss

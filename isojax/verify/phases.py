@@ -1,7 +1,7 @@
 """The model's phases by hand: the programs that the engine compiles, without its scheduler."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,9 @@ class Phases:
         )
         own = 1 + np.arange(sequences * _GROUPS * pages, dtype=np.int32).reshape(_GROUPS, sequences, pages)
         self._tables = Tables(own[0], list(own[1:]), layout.num_blocks)
-        self._programs = Programs(config, self.ops, layout, num_slots=sequences, max_len=max_len, vocab=config.vocab_size)
+        self._programs = Programs(
+            config, self.ops, layout, num_slots=sequences, max_len=max_len, vocab=config.vocab_size
+        )
         self._buckets = Buckets.of(sequences, sequences * max_len)
         self._params = rollout_params(model.params(), config, model.ops)
         self._score = jax.jit(self._scored, static_argnums=3)
@@ -61,10 +63,21 @@ class Phases:
             steps: Together they advance every sequence by all tokens but the last.
             sampling: How to score.
         """
-        return [scores for _, scores in self.trace(tokens, steps, sampling)][-1]
+        *_, scores = self.trace(tokens, steps, sampling)
+        return scores
 
-    def trace(self, tokens: Sequence[np.ndarray], steps: Iterable[Step], sampling: Sampling):
-        """As `run`, yielding after every program: which (sequence, position) each hidden row is, and all scores."""
+    def trace(
+        self,
+        tokens: Sequence[np.ndarray],
+        steps: Iterable[Step],
+        sampling: Sampling,
+        before: Callable[[np.ndarray], None] = lambda where: None,
+    ) -> Iterator[list[np.ndarray]]:
+        """As `run`, yielding the scores so far after every program.
+
+        Args:
+            before: Called before every program with the (sequence, position) of each of its rows.
+        """
         state = self._programs.fresh_state()
         for slot, ids in enumerate(tokens):
             state = self._programs.write_tokens(state, slot, ids[:-1])
@@ -76,14 +89,15 @@ class Phases:
                 done[slot] += count
             for rows, chunks in passes(pieces, self._buckets):
                 inputs = pack(rows, chunks, self._tables, self._buckets)
+                where = _where(rows, chunks, len(inputs.valid), len(inputs.valid) + CHUNK * inputs.blocks.shape[1])
+                before(where)
                 state, hidden = self._programs.forward(self._params, state, inputs)
-                where = _where(rows, chunks, len(inputs.valid), len(hidden))
                 targets = np.array([tokens[s][p + 1] if s >= 0 else 0 for s, p in where], np.int32)
                 values = np.asarray(self._score(self._params, hidden, jnp.asarray(targets), sampling))
                 for (s, p), value in zip(where, values, strict=True):
                     if s >= 0:
                         scores[s][p] = value
-                yield where, scores
+                yield scores
 
     def _piece(self, slot: int, start: int, count: int) -> Piece:
         block = self._programs.layout.state_block
