@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from isojax.contract.deployment import deployment_facts
@@ -41,7 +42,8 @@ def _vllm(problems: list[str]) -> dict[str, str]:
     if spec is None:
         problems.append("vLLM is not installed: pip install 'isojax[vllm]'; training needs its engine")
         return {"build": "not installed"}
-    has_extension = importlib.util.find_spec("vllm._C") is not None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    has_extension = any(True for folder in folders for _ in folder.glob("_C*.so"))
     found = {point.name for point in importlib.metadata.entry_points(group="vllm.platform_plugins")}
     allowed = os.environ.get("VLLM_PLUGINS")
     if "isojax" not in found:
