@@ -16,10 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from isojax.layouts import CHUNK, Segments, round_up
-from pallas_kernels.region import region_call
+from pallas_kernels.region import region_call, traced_for
 from pallas_kernels.segment_sum import segment_sum
 
 _BLOCK = CHUNK  # Rows of a block decide bits on the CPU (blocks of 8 and 64 rows differ): one block for every case.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """May change the speed of a row-wise op on a GPU, never its bits; the CPU has one block for every case."""
+
+    gpu_rows: int = 4  # Rows of a program, a power of two.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +60,27 @@ def row_op(
         constants: Positions of float blocks that get no gradient (tables, temperatures).
 
     Returns:
-        `op(*rows, *shared, segments=None)` over any number of rows.
+        `op(*rows, *shared, segments=None, schedule=Schedule())` over any number of rows.
     """
     spec = _Spec(name, fn, num_shared, frozenset(constants))
 
-    def op(*args: jax.Array, segments: Segments | None = None):
+    def op(*args: jax.Array, segments: Segments | None = None, schedule: Schedule = Schedule()):
         rows = args[: len(args) - num_shared]
         shared = args[len(args) - num_shared :]
         if num_shared and segments is None:
             segments = Segments.one(rows[0].shape[0])
-        out = _row_op(spec, rows, shared, segments if num_shared else None)
+        out = _row_op(spec, schedule, rows, shared, segments if num_shared else None)
         return out if len(out) > 1 else out[0]
 
     return functools.wraps(fn)(op)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _row_op(spec: _Spec, rows, shared, segments):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _row_op(spec: _Spec, schedule: Schedule, rows, shared, segments):
     del segments
     count = rows[0].shape[0]
-    blocks = [jax.ShapeDtypeStruct((_BLOCK, *x.shape[1:]), x.dtype) for x in rows]
+    block = _BLOCK if traced_for() == "cpu" else schedule.gpu_rows
+    blocks = [jax.ShapeDtypeStruct((block, *x.shape[1:]), x.dtype) for x in rows]
     outs = jax.eval_shape(spec, *blocks, *shared)
 
     def kernel(*refs):
@@ -80,23 +88,24 @@ def _row_op(spec: _Spec, rows, shared, segments):
         for ref, value in zip(outputs, spec(*(ref[...] for ref in inputs)), strict=True):
             ref[...] = value
 
-    padded = round_up(count, _BLOCK)
+    padded = round_up(count, block)
     results = region_call(
         spec.name,
         kernel,
         out_shape=[jax.ShapeDtypeStruct((padded, *o.shape[1:]), o.dtype) for o in outs],
-        grid=(padded // _BLOCK,),
+        grid=(padded // block,),
         in_specs=[_row_spec(x) for x in blocks] + [_whole_spec(w) for w in shared],
         out_specs=[_row_spec(o) for o in outs],
     )(*(_pad_rows(x, padded) for x in rows), *shared)
     return tuple(out[:count] for out in results)
 
 
-def _forward(spec: _Spec, rows, shared, segments):
-    return _row_op(spec, rows, shared, segments), (rows, shared, segments)
+def _forward(spec: _Spec, schedule: Schedule, rows, shared, segments):
+    return _row_op(spec, schedule, rows, shared, segments), (rows, shared, segments)
 
 
-def _backward(spec: _Spec, residuals, cotangents):
+def _backward(spec: _Spec, schedule: Schedule, residuals, cotangents):
+    del schedule  # Sums over rows have one block on every platform.
     rows, shared, segments = residuals
     count = rows[0].shape[0]
     padded = round_up(count, CHUNK)
