@@ -3,12 +3,15 @@
 Uses what JAX 0.11 keeps under `jax._src`: there is no public way to a jaxpr's sub-programs and source lines.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax._src import source_info_util
 from jax._src.core import Jaxpr, JaxprEqn, Literal, Var
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
 
 REGIONS = frozenset({"pallas_call", "mpmd_map", "core_map"})
 """Primitives whose bodies are kernels: `pl.pallas_call`, and `plgpu.kernel` through `pl.kernel`."""
@@ -29,9 +32,24 @@ class Part(NamedTuple):
     live: bool  # Whether the asked platform runs it.
 
 
-def trace(fn: Callable[..., Any], *args: Any) -> Jaxpr:
-    """The program of `fn`, jitted or not, at the shapes of `args`: arrays or `jax.ShapeDtypeStruct`s."""
-    return fn.trace(*args).jaxpr if _is_jitted(fn) else jax.make_jaxpr(fn)(*args).jaxpr
+def trace(fn: Callable[..., Any], *args: Any, platform: str | None = None) -> Jaxpr:
+    """The program of `fn`, jitted or not, at the shapes of `args`: arrays or `jax.ShapeDtypeStruct`s.
+
+    Args:
+        fn: The function.
+        *args: Its arguments.
+        platform: What the program is for; by default this process's backend. For another one the ambient
+            mesh says so while tracing, which regions ask for their executor.
+    """
+    platform = platform_name(platform)
+    here = platform == platform_name()
+    with contextlib.nullcontext() if here else jax.sharding.use_abstract_mesh(_mesh_of(platform)):
+        return fn.trace(*args).jaxpr if _is_jitted(fn) else jax.make_jaxpr(fn)(*args).jaxpr
+
+
+def _mesh_of(platform: str) -> AbstractMesh:
+    device = AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
+    return AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 def compiler_options(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:

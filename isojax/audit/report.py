@@ -43,8 +43,9 @@ class Finding:
 
     def __str__(self) -> str:
         values = ", ".join(self.operands or self.results)
+        place = f" {values} outside an op" if values else ""
         path = f", in {' > '.join(self.path)}" if self.path else ""
-        return f"{self.where} ({self.function}) {self.problem} {values} outside an op{path}: use {self.use}"
+        return f"{self.where} ({self.function}) {self.problem}{place}{path}: use {self.use}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

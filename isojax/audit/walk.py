@@ -26,17 +26,16 @@ def audit(fn: Callable[..., Any], *args: Any, allow: Sequence[Allow] = (), platf
         fn: The function, jitted or not.
         *args: Arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
         allow: Exceptions, each with its reason; they stay in the report.
-        platform: Whose regions to count; by default those of the default backend.
+        platform: What the program is for; by default this process's backend.
     """
     walk = _Walk(jaxprs.platform_name(platform))
-    walk.program(jaxprs.trace(fn, *args), (), set(), live=True)
+    walk.program(jaxprs.trace(fn, *args, platform=platform), (), set(), live=True)
     for name, value in jaxprs.compiler_options(fn, *args).items():
         if reason := rounding_reason(name, str(value)):
             code = inspect.unwrap(fn).__code__
             place = (code.co_filename, code.co_firstlineno, code.co_name)
-            walk.findings[
-                Finding("jit", (), (), *place, (), f"compiler option {name}={value}", f"none: it {reason}")
-            ] += 1
+            problem = f"compiler option {name}={value}"
+            walk.findings[Finding("jit", (), (), *place, (), problem, f"no such option: it {reason}")] += 1
     findings, allowed = Counter(), []
     for finding, count in walk.findings.items():
         reasons = [a.reason for a in allow if a.covers(finding)]
@@ -58,7 +57,7 @@ def dtype_signature(
     platform = jaxprs.platform_name(platform)
     return [
         (jaxprs.region_name(eqn) or "unnamed", _dtypes(eqn.invars), _dtypes(eqn.outvars))
-        for eqn in jaxprs.regions(jaxprs.trace(fn, *args), platform)
+        for eqn in jaxprs.regions(jaxprs.trace(fn, *args, platform=platform), platform)
     ]
 
 

@@ -117,7 +117,7 @@ class Contract:
     ) -> Identity:
         """What a peer must share: the function, orders and precisions with the programs themselves, the deployment.
 
-        Every op is traced forward, and its gradient where the contract runs it in training; nothing
+        Every op is traced forward, and its gradient where it has regions in one; nothing
         is computed. A native contract promises no programs and takes no probes.
 
         Args:
@@ -154,11 +154,11 @@ class Contract:
         digests, seen = {}, set()
         for name, op in self.document.ops.items():
             traced = {"program": (probes[name].fn, *_arguments(name, op, probes[name], dtype))}
-            if "trainer_backward" in op.phases:
+            if any(region.backward for region in op.regions.values()):
                 traced["gradient"] = gradient_program(*traced["program"])
             for kind, (fn, *args) in traced.items():
                 digests[f"{name} {kind}"] = program_digest(fn, *args, platform=platform)
-                found = jaxprs.regions(jaxprs.trace(fn, *args), platform)
+                found = jaxprs.regions(jaxprs.trace(fn, *args, platform=platform), platform)
                 seen |= {jaxprs.region_name(eqn) or f"an unnamed kernel of {name}" for eqn in found}
         self.refuse_unknown_regions(seen)
         if idle := sorted(set(self.regions) - seen):

@@ -60,7 +60,7 @@ def gradient_digest(fn: Callable[..., Any], *args: Any, platform: str | None = N
 
 def program(fn: Callable[..., Any], *args: Any, platform: str | None = None) -> JSON:
     """What `program_digest` hashes, as plain JSON, for looking at a difference."""
-    return _Writer(jaxprs.platform_name(platform)).jaxpr(jaxprs.trace(fn, *args))
+    return _Writer(jaxprs.platform_name(platform)).jaxpr(jaxprs.trace(fn, *args, platform=platform))
 
 
 def gradient_program(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any, Any]:
@@ -149,7 +149,7 @@ class _Writer:
 
         cotangents = [_spec(v.aval) for v in eqn.outvars if _is_float(v.aval)]
         try:
-            traced = jaxprs.trace(pull, consts, args, cotangents)
+            traced = jaxprs.trace(pull, consts, args, cotangents, platform=self.platform)
         except (TypeError, ValueError) as error:  # The op refuses to be differentiated, which is a fact about it too.
             return {"refused": type(error).__name__}
         return _Writer(self.platform, derivatives=False).jaxpr(traced)

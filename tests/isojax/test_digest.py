@@ -189,6 +189,13 @@ def test_only_the_branch_of_the_platform_counts():
         program_digest(switch(jnp.cos), X, platform="tpu")
 
 
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
+def test_a_region_is_traced_for_the_platform_that_is_asked(wrap):
+    args = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.float32)
+    digests = [program_digest(wrap(rms_norm), *args, platform=p) for p in ("cpu", "cuda", "gpu", "cpu")]
+    assert digests[0] == digests[3] != digests[1] == digests[2]
+
+
 def test_a_parameter_of_unknown_type_is_refused_by_name():
     with pytest.raises(ContractError, match=r"pure_callback\.callback has a value of type numpy\.ufunc"):
         program_digest(lambda x: jax.pure_callback(np.sin, X, x), X)

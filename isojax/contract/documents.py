@@ -43,8 +43,11 @@ def load(name: str | Path) -> Contract:
 def _folder() -> Path:
     """`isojax/contracts` where isojax is installed, `contracts` beside the package in a checkout."""
     package = Path(str(importlib.resources.files("isojax")))
-    installed = package / "contracts"
-    return installed if installed.is_dir() else package.parent / "contracts"
+    return next(folder for folder in _candidates(package) if folder.is_dir())
+
+
+def _candidates(package: Path) -> tuple[Path, Path]:
+    return package / "contracts", package.parent / "contracts"
 
 
 def _path(name: str | Path) -> Path:
