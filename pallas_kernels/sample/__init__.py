@@ -1,0 +1,5 @@
+from pallas_kernels.sample.keys import sample_key
+from pallas_kernels.sample.op import GREEDY, reported, sample
+from pallas_kernels.sample.truncation import truncation_mask
+
+__all__ = ["GREEDY", "reported", "sample", "sample_key", "truncation_mask"]
