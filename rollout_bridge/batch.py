@@ -55,7 +55,7 @@ class Piece:
 
 
 def piece(*, slot: int, start: int, count: int, fresh: bool, samples: bool, state_block: int) -> Piece:
-    """A piece whose state pages follow vLLM's rule: read where the token before it lies, write where its last token lies.
+    """A piece whose state pages follow vLLM's rule: read where the token before it lies, write where its last one lies.
 
     Args:
         state_block: Tokens of one state page.

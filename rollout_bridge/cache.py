@@ -124,6 +124,8 @@ class Layout:
 def slot_bytes(config: Config, ops: Ops, page_tokens: int, num_slots: int) -> int:
     """Bytes of all slots: what running requests hold beside their pages."""
     cache = jax.eval_shape(
-        lambda: init_cache(config, Placement.by_period(config), ops, num_blocks=1, num_slots=num_slots, tokens=page_tokens)
+        lambda: init_cache(
+            config, Placement.by_period(config), ops, num_blocks=1, num_slots=num_slots, tokens=page_tokens
+        )
     )
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.slots))

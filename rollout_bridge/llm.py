@@ -11,12 +11,14 @@ from rollout_bridge import platform
 
 platform.use()
 
+import torch  # noqa: E402
 import vllm  # noqa: E402  The platform is chosen before.
+import vllm.envs  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
 from vllm import RequestOutput, SamplingParams  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from isojax.errors import ConfigError, IsojaxError, SamplingError  # noqa: E402
+from isojax.errors import IsojaxError, SamplingError  # noqa: E402
 from rollout_bridge import sampling, served  # noqa: E402
 
 _COLOCATED, _ALONE = 0.35, 0.9
@@ -56,6 +58,7 @@ class LLM(vllm.LLM):
         self._sampling: dict[str, SamplingParams] = {}
         colocated = not isinstance(model, str | os.PathLike)
         extra = dict(options.pop("additional_config", None) or {})
+        vllm.envs.disable_envs_cache()  # An engine of this process may have frozen what vLLM reads of it.
         with contextlib.ExitStack() as stack:
             if colocated:
                 folder, tokenizer = _folder(model, tokenizer, stack)
@@ -130,6 +133,11 @@ class LLM(vllm.LLM):
         version = self._ask("finish_weight_update")
         self.llm_engine.set_weight_version(weight_version or str(version))
 
+    def close(self) -> None:
+        """Frees the engine's memory; it cannot be used afterwards."""
+        with _no_torch_device():
+            self.llm_engine.engine_core.shutdown()
+
     @property
     def _in_process(self) -> bool:
         return hasattr(self.llm_engine.engine_core, "engine_core")
@@ -199,6 +207,17 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+@contextlib.contextmanager
+def _no_torch_device() -> Iterator[None]:
+    """vLLM empties torch's device cache when it shuts down; here torch has no device, and must not open one."""
+    empty_cache = torch.accelerator.empty_cache
+    torch.accelerator.empty_cache = lambda: None
+    try:
+        yield
+    finally:
+        torch.accelerator.empty_cache = empty_cache
+
+
 def _own(error: ValidationError) -> IsojaxError | None:
     """The refusal of ours that pydantic wrapped, if it is one."""
     for found in error.errors():
@@ -206,6 +225,3 @@ def _own(error: ValidationError) -> IsojaxError | None:
         if isinstance(cause, IsojaxError):
             return cause
     return None
-
-
-__all__ = ["LLM", "ConfigError"]

@@ -8,7 +8,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from isojax.errors import ConfigError
 from isojax.layouts import CHUNK
-from rollout_bridge import set_environment
+from rollout_bridge import memory, set_environment
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,15 +34,11 @@ class JaxPlatform(Platform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        import jax
-
-        return jax.local_devices()[device_id].device_kind
+        return memory.device_name()
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        from rollout_bridge.memory import device_bytes
-
-        return device_bytes()
+        return memory.total_bytes()
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:

@@ -15,6 +15,9 @@ import qwen35_moe
 from isojax.layouts import CHUNK
 from isojax.pytrees import pytree
 from pallas_kernels.ops import Ops
+from pallas_kernels.ordering import ordered
+from pallas_kernels.sample import reported, sample_key, truncation_mask
+from pallas_kernels.sample import sample as draw
 from pallas_kernels.step import Chunks, Decode
 from qwen35_moe.cache import Cache, init_cache
 from qwen35_moe.config import Config
@@ -65,6 +68,7 @@ class Programs:
         num_slots: Requests that can run at once.
         max_len: Longest sequence.
         vocab: Words that can be drawn; logits past them are padding.
+        engine_seed: What tokens of requests without a seed are drawn from.
     """
 
     config: Config
@@ -73,6 +77,7 @@ class Programs:
     num_slots: int
     max_len: int
     vocab: int
+    engine_seed: int = 0
 
     @property
     def pages(self) -> int:
@@ -153,26 +158,27 @@ class Programs:
             logits = self._logits(params, state.hidden.at[controls.slot].get(mode="clip"))
             if edits is not None:
                 logits = _edited(logits, edits)
-            keep = None
+            temperature, keep = reported(controls.temperature), None
             if filtered:
-                keep = self.ops.keep(
+                keep = truncation_mask(
                     logits,
-                    temperature=controls.temperature,
+                    temperature=temperature,
                     top_k=controls.top_k,
                     top_p=controls.top_p,
                     min_p=controls.min_p,
                     vocab=self.vocab,
                 )
-            drawn = self.ops.sample(
-                logits,
-                controls.stream,
+            keys = sample_key(
+                self.engine_seed,
+                controls.update,
+                controls.request,
+                controls.sample,
                 controls.position,
-                temperature=controls.temperature,
-                greedy=controls.greedy,
-                vocab=self.vocab,
-                keep=keep,
+                user_seed=controls.seed,
+                has_user_seed=controls.seeded,
             )
-            scores = self._scored(logits, drawn, controls.temperature, keep, most_likely)
+            drawn = draw(logits, keys, controls.temperature, keep, vocab=self.vocab)
+            scores = self._scored(logits, drawn, temperature, keep, most_likely)
             slot = jnp.where(controls.samples, controls.slot, self.num_slots)
             tokens = state.tokens.at[slot, controls.position].set(drawn, mode="drop")
             return State(state.cache, tokens, state.hidden), scores
@@ -208,21 +214,22 @@ class Programs:
         return score
 
     def _logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-        return qwen35_moe.logits(params, hidden, self.config, self.ops)
+        return qwen35_moe.logits(qwen35_moe.tie(params, self.config, self.ops), hidden, self.config, self.ops)
 
     def _scored(self, logits, tokens, temperature, keep, most_likely: int) -> Scores:
-        args = {"temperature": temperature, "vocab": self.vocab, "keep": keep}
-        logprobs, _ = self.ops.logprob(logits, tokens, **args)
+        score = functools.partial(self.ops.logprob, logits, temperature=temperature, vocab=self.vocab, keep=keep)
         live = jnp.arange(logits.shape[1]) < self.vocab
         live = live if keep is None else live & keep
-        own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-        ranks = jnp.sum(live & (logits >= own), axis=1, dtype=jnp.int32)
-        tokens, logprobs = tokens[:, None], logprobs[:, None]
+        order = jnp.where(live, ordered(logits), jnp.iinfo(jnp.int32).min)
+        ranks = jnp.sum(order >= jnp.take_along_axis(order, tokens[:, None], axis=1), axis=1, dtype=jnp.int32)
+        logprobs = score(tokens)[0][:, None]
+        tokens = tokens[:, None]
         if most_likely:
-            _, best = lax.top_k(jnp.where(live, logits, -jnp.inf), most_likely)
-            values = [self.ops.logprob(logits, best[:, i], **args)[0] for i in range(most_likely)]
-            tokens = jnp.concatenate([tokens, best], axis=1)
-            logprobs = jnp.concatenate([logprobs, jnp.stack(values, axis=1)], axis=1)
+            _, best = lax.top_k(order, min(most_likely, self.vocab))
+            # One program of the op, run for each: the same bits as the drawn token's.
+            values = lax.map(lambda column: score(column)[0], best.T.astype(jnp.int32))
+            tokens = jnp.concatenate([tokens, best.astype(jnp.int32)], axis=1)
+            logprobs = jnp.concatenate([logprobs, values.T], axis=1)
         return Scores(tokens, logprobs, ranks)
 
     def write_tokens(self, state: State, slot: int, tokens: np.ndarray) -> State:

@@ -1,47 +1,44 @@
-"""The engine as `isojax.rl.Trainer` uses it."""
+"""The engine as a training loop needs it: prompts and seeds in, checked outputs out."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm import RequestOutput, SamplingParams
 
 from rollout_bridge.llm import LLM
 
-if TYPE_CHECKING:
-    from vllm import RequestOutput
-
 
 class Rollouts:
-    """An `LLM` beside a trainer, with a run's settings.
+    """vLLM's engine beside a policy, in one process.
 
     Args:
         model: The policy; the engine shares its arrays.
-        engine: What `LLM` is made with, e.g. `max_model_len`.
-        sampling: What `SamplingParams` are made with, e.g. `n`, `temperature`, `max_tokens`.
-        chat: Whether a prompt is the content of a user's turn, or raw text.
+        engine: Options of `LLM`.
+        sampling: Options of `vllm.SamplingParams`.
+        chat: Whether prompts are chat messages or plain text and token ids.
     """
 
-    def __init__(self, model: Any, engine: dict[str, Any], sampling: dict[str, Any], *, chat: bool = False):
+    def __init__(self, model: Any, engine: Mapping[str, Any], sampling: Mapping[str, Any], *, chat: bool = False):
         self.llm = LLM(model, **engine)
-        self._sampling, self._chat = sampling, chat
+        self._sampling, self._chat = dict(sampling), chat
 
     @property
     def weights_version(self) -> int:
-        """Version of the weights that the next rollout is sampled from."""
+        """Number of weight updates so far."""
         return self.llm.weights_version
 
-    def rollout(self, prompts: Sequence[str], seeds: Sequence[int]) -> "Sequence[RequestOutput]":
-        """Completions of every prompt; a prompt's depend on its seed and the weights alone."""
-        from vllm import SamplingParams
-
-        params = [SamplingParams(**self._sampling, seed=seed) for seed in seeds]
-        if self._chat:
-            turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            return self.llm.chat(turns, params, use_tqdm=False)  # pyright: ignore[reportArgumentType]
-        return self.llm.generate(list(prompts), params, use_tqdm=False)
+    def rollout(self, prompts: Sequence[Any], seeds: Sequence[int]) -> list[RequestOutput]:
+        """Completions of every prompt, in order; a prompt's depend on its seed and the weights alone."""
+        sampling = [SamplingParams(seed=seed, **self._sampling) for seed in seeds]
+        if not self._chat:
+            return self.llm.generate(list(prompts), sampling, use_tqdm=False)
+        chats: list[Any] = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return self.llm.chat(chats, sampling, use_tqdm=False)
 
     def update_weights(self, model: Any) -> None:
         """Exchanges all weights, or raises and keeps the old ones."""
         self.llm.update_weights(model)
 
     def close(self) -> None:
-        """Ends the engine; its pages are free again."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """Frees the engine's memory."""
+        self.llm.close()

@@ -23,7 +23,6 @@ from isojax.errors import SamplingError, WeightsError
 from isojax.layouts import CHUNK
 from rollout_bridge import sampling
 from rollout_bridge.batch import Buckets, Piece, Tables, empty, pack, passes, piece
-from rollout_bridge.cache import Layout
 from rollout_bridge.programs import Programs, Scores, State
 from rollout_bridge.requests import Request, RequestTable
 from rollout_bridge.weights import Weights
@@ -93,9 +92,8 @@ class Output(AsyncModelRunnerOutput):
 class Runner:
     """One engine's model, cache and running requests."""
 
-    def __init__(self, programs: Programs, weights: Weights, layout: Layout, buckets: Buckets, *, engine_seed: int):
-        self.programs, self.weights, self.layout, self.buckets = programs, weights, layout, buckets
-        self.engine_seed = engine_seed
+    def __init__(self, programs: Programs, weights: Weights, buckets: Buckets):
+        self.programs, self.weights, self.layout, self.buckets = programs, weights, programs.layout, buckets
         self.num_slots = programs.num_slots
         self.table = RequestTable(self.num_slots, programs.blocks_per_request)
         self.device: State | None = programs.fresh_state()
@@ -113,7 +111,7 @@ class Runner:
         for rows, blocks in self.buckets.shapes():
             state, _ = self.programs.forward(params, state, empty(rows, blocks, nothing))
         for rows in self.buckets.decode:
-            plain = sampling.controls([], [], rows, engine_seed=0, version=0, num_slots=self.num_slots)
+            plain = sampling.controls([], [], rows, version=0, num_slots=self.num_slots)
             for filtered in (False, True):
                 state, _ = self.programs.sample(params, state, plain, None, filtered=filtered, most_likely=0)
         self.device = state
@@ -170,7 +168,6 @@ class Runner:
             requests,
             counts,
             size,
-            engine_seed=self.engine_seed,
             version=self.weights.version,
             num_slots=self.num_slots,
         )

@@ -76,30 +76,29 @@ def _edited(params: "SamplingParams") -> set[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stream:
-    """The stream of random numbers of one sequence: position by position it depends on nothing else.
+    """What `pallas_kernels.sample.sample_key` makes a sequence's keys of, each in 32 bits.
 
-    A request without a seed draws from (engine seed, weights version, request, sample); one with a seed from
-    (its seed, sample) alone, so that it is repeated by any engine with these weights.
+    Attributes:
+        request: The number of a request that `LLM` numbered; of other ids a hash.
+        sample: Which of the request's samples it is.
+        seed: The request's own seed, if it has one.
     """
 
-    seed: int
-    update: int
     request: int
     sample: int
+    seed: int | None
 
     @classmethod
-    def of(cls, name: str, seed: int | None, engine_seed: int, version: int) -> "Stream":
-        """The stream of the request that vLLM calls `name`.
+    def of(cls, name: str, seed: int | None) -> "Stream":
+        """The stream of the sequence that vLLM calls `name`.
 
-        vLLM names the i-th sample of request r `i_r`, adds `-` and 8 random digits, and gives it `seed + i`.
+        vLLM names sample i of several `i_request`, adds `-` and 8 random digits, and seeds it `seed + i`.
         """
         parts = _NAMES.match(name)
         assert parts is not None  # The pattern matches every string.
         sample, request = int(parts["sample"] or 0), parts["request"]
-        if seed is not None:
-            return cls(_word(seed - sample), 0, 0, sample)
         number = int(request) if request.isdigit() and int(request) < 1 << 32 else _hash(request)
-        return cls(_word(engine_seed), version + 1, number, sample)
+        return cls(number, sample, None if seed is None else _word(seed - sample))
 
 
 def _word(value: int) -> int:
@@ -119,21 +118,24 @@ class Controls:
         slot: Slot whose hidden row is sampled; `num_slots` for padding.
         position: Position of the token that is drawn.
         samples: Whether the row's token is kept: not for a piece that ends inside the known tokens.
-        temperature: 1 for greedy rows.
-        greedy: Whether the likeliest token is taken.
+        temperature: 0 for greedy rows.
         top_k, top_p, min_p: 0, 1 and 0 when off.
-        stream: Seed, update, request and sample of every row, as `Stream`.
+        update: Version of the weights.
+        request, sample, seed: As `Stream`, int32 of the same bits; the seed counts where `seeded` says so.
     """
 
     slot: Shaped[Any, " rows"]
     position: Shaped[Any, " rows"]
     samples: Shaped[Any, " rows"]
     temperature: Shaped[Any, " rows"]
-    greedy: Shaped[Any, " rows"]
     top_k: Shaped[Any, " rows"]
     top_p: Shaped[Any, " rows"]
     min_p: Shaped[Any, " rows"]
-    stream: Shaped[Any, "4 rows"]
+    update: Shaped[Any, ""]
+    request: Shaped[Any, " rows"]
+    sample: Shaped[Any, " rows"]
+    seed: Shaped[Any, " rows"]
+    seeded: Shaped[Any, " rows"]
 
 
 @pytree
@@ -150,12 +152,12 @@ class Edits:
 
 
 def controls(
-    requests: Sequence[Request], counts: Sequence[int], size: int, *, engine_seed: int, version: int, num_slots: int
+    requests: Sequence[Request], counts: Sequence[int], size: int, *, version: int, num_slots: int
 ) -> Controls:
     """Controls of `requests`, of each of which `counts` tokens run in this step, padded to `size` rows."""
     rows = [r.sampling for r in requests]
     ends = [r.computed + count for r, count in zip(requests, counts, strict=True)]
-    streams = [Stream.of(r.name, r.sampling.seed, engine_seed, version) for r in requests]
+    streams = [Stream.of(r.name, r.sampling.seed) for r in requests]
 
     def padded(values, fill, dtype):
         return np.array([*values, *[fill] * (size - len(rows))], dtype)
@@ -164,12 +166,15 @@ def controls(
         slot=padded([r.slot for r in requests], num_slots, np.int32),
         position=padded(ends, 0, np.int32),
         samples=padded([end >= r.prefill_len for r, end in zip(requests, ends, strict=True)], False, bool),
-        temperature=padded([p.temperature or 1.0 for p in rows], 1.0, np.float32),
-        greedy=padded([p.temperature == 0 for p in rows], True, bool),
+        temperature=padded([p.temperature for p in rows], 0.0, np.float32),
         top_k=padded([max(p.top_k, 0) for p in rows], 0, np.int32),
         top_p=padded([p.top_p for p in rows], 1.0, np.float32),
         min_p=padded([p.min_p for p in rows], 0.0, np.float32),
-        stream=np.array([*map(dataclasses.astuple, streams), *[(0, 0, 0, 0)] * (size - len(rows))], np.uint32).T,
+        update=np.int32(version),
+        request=padded([s.request for s in streams], 0, np.uint32).view(np.int32),
+        sample=padded([s.sample for s in streams], 0, np.uint32).view(np.int32),
+        seed=padded([s.seed or 0 for s in streams], 0, np.uint32).view(np.int32),
+        seeded=padded([s.seed is not None for s in streams], False, bool),
     )
 
 

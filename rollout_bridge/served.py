@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import safetensors.numpy
 
-from isojax import contract
+from isojax.contract import load
 from isojax.errors import ConfigError
-from pallas_kernels.ops import Ops
+from pallas_kernels.ops import Ops, bind
 from qwen35_moe.checkpoint import load_params
 from qwen35_moe.config import Config
 from qwen35_moe.model import rollout_params
@@ -78,7 +78,7 @@ def read_checkpoint(path: str | Path, config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def written(params: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A file with `params` for an engine in another process, and the fingerprints of its tensors; removed afterwards."""
+    """A file with `params` for an engine in another process, and their fingerprints; removed afterwards."""
     flat = {name: np.asarray(value) for name, value in weights.flatten(params).items()}
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="isojax_", dir=memory if memory.is_dir() else None) as folder:
@@ -94,7 +94,7 @@ def read_written(path: Path) -> dict[str, Any]:
 
 def _from_checkpoint(folder: Path, config: "VllmConfig", numerics: str) -> Served:
     sizes = cache.config_of(config.model_config)
-    ops = contract.bind(numerics)
+    ops = bind(load(numerics))
     # The checkpoint is read and rounded on the host: the device never holds its float32 form.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = jax.jit(lambda p: rollout_params(p, sizes, ops))(read_checkpoint(folder, sizes))

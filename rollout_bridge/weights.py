@@ -151,7 +151,7 @@ class Weights:
 
         Args:
             params: Every tensor of the model; float32, or already as the rollout keeps it.
-            expected_digests: What `digests` of the rollout weights must be, when they come from elsewhere.
+            expected_digests: What `digests` of `params` must be, when they come from elsewhere.
 
         Returns:
             The new version.
@@ -160,12 +160,10 @@ class Weights:
             WeightsError: If a tensor is missing, unknown, of another shape or dtype, or has another digest;
                 the message names all of them, and weights and version stay what they were.
         """
-        rollout = self._checked(params)
-        found = digests(rollout)
-        if expected_digests is not None and dict(expected_digests) != found:
+        if expected_digests is not None and dict(expected_digests) != (found := digests(params)):
             wrong = sorted(n for n in found.keys() | expected_digests if found.get(n) != expected_digests.get(n))
             raise WeightsError(f"weights changed on their way, version stays {self.version}: {_listed(wrong)}")
-        self._commit(rollout, self.version + 1, found)
+        self._commit(self._checked(params), self.version + 1)
         return self.version
 
     def start(self) -> None:
@@ -228,8 +226,8 @@ class Weights:
         # Vectors, and in float32 everything, come back as the arrays that they are: shared, not copied.
         return self._round(unflatten({name: jnp.asarray(value) for name, value in flat.items()}))
 
-    def _commit(self, rollout: dict[str, Any], version: int, found: dict[str, str] | None = None) -> None:
-        self._digests = digests(rollout) if found is None else found
+    def _commit(self, rollout: dict[str, Any], version: int) -> None:
+        self._digests = digests(rollout)
         self._params, self._asleep = rollout, None
         _clocks[self.engine] = clock(self.engine) + 1
         self.version = version

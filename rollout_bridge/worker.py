@@ -1,6 +1,7 @@
 """vLLM's worker: one process, one device, our model (VLLM.md, section 4)."""
 
 import dataclasses
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -33,11 +34,11 @@ class JaxWorker(WorkerBase):
     runner: Runner | None = None
 
     def init_device(self) -> None:
-        if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ and not memory.is_initialised():
+        if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ and not memory.is_opened():
             # A process of its own may use what vLLM was told to; in the trainer's process JAX runs already.
             os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(self.cache_config.gpu_memory_utilization)
         self.device = torch.device("cpu")
-        memory.device_bytes()  # Fails here, with JAX's message, when there is no device.
+        memory.free_bytes()  # Fails here, with JAX's message, when there is no device.
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.model = served.of(self.vllm_config)
@@ -69,7 +70,7 @@ class JaxWorker(WorkerBase):
         slots = cache.slot_bytes(
             self.model.config, self.model.ops, self.cache_config.block_size, self.scheduler_config.max_num_seqs
         )
-        share = int(memory.device_bytes() * self.cache_config.gpu_memory_utilization)
+        share = int(memory.total_bytes() * self.cache_config.gpu_memory_utilization)
         own = self._weight_bytes + slots
         left = min(share - own, memory.free_bytes() - slots)
         logger.info(
@@ -78,9 +79,8 @@ class JaxWorker(WorkerBase):
         )  # fmt: skip
         if left <= 0:
             raise IsojaxError(
-                f"no memory is left for pages: the engine may use {share >> 20} MiB, its weights and"
-                f" {self.scheduler_config.max_num_seqs} slots take {own >> 20} MiB; raise gpu_memory_utilization or lower"
-                " max_num_seqs"
+                f"no memory is left for pages: the engine may use {share >> 20} MiB, its weights and slots take"
+                f" {own >> 20} MiB; raise gpu_memory_utilization or lower max_num_seqs"
             )
         return left
 
@@ -94,9 +94,10 @@ class JaxWorker(WorkerBase):
             num_slots=scheduling.max_num_seqs,
             max_len=self.model_config.max_model_len,
             vocab=self.model.vocab,
+            engine_seed=self.model_config.seed,
         )
         buckets = Buckets.of(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
-        self.runner = Runner(programs, self.weights, layout, buckets, engine_seed=self.model_config.seed)
+        self.runner = Runner(programs, self.weights, buckets)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
@@ -148,8 +149,8 @@ class JaxWorker(WorkerBase):
         if tags is None or "kv_cache" in tags:
             if not self.weights.awake:
                 raise WeightsError(
-                    "sleep(level=2) dropped the weights: call wake_up(tags=['weights']), update_weights with all of them,"
-                    " then wake_up(tags=['kv_cache'])"
+                    "sleep(level=2) dropped the weights: call wake_up(tags=['weights']), update_weights with all of"
+                    " them, then wake_up(tags=['kv_cache'])"
                 )
             self._running().restore()
 
@@ -228,3 +229,6 @@ class JaxWorker(WorkerBase):
 
     def shutdown(self) -> None:
         self.runner = None
+        if multiprocessing.parent_process() is not None:
+            # vLLM empties torch's device cache next; torch never opened the device of this process.
+            torch.accelerator.empty_cache = lambda: None
