@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-
 from pallas_kernels.ops import Ops
-from qwen35_moe.config import PERIOD, Config, is_attention
+from qwen35_moe.checkpoint.names import leaf_shapes, nest
+from qwen35_moe.config import Config
 
 
 class Qwen35Moe(nnx.Module):
@@ -33,70 +33,18 @@ class Qwen35Moe(nnx.Module):
 
 
 def _as_modules(params: Mapping[str, Any]) -> nnx.Dict:
-    return nnx.Dict({
-        name: _as_modules(value) if isinstance(value, Mapping) else nnx.Param(value) for name, value in params.items()
-    })
+    return nnx.Dict(
+        {name: _as_modules(value) if isinstance(value, Mapping) else nnx.Param(value) for name, value in params.items()}
+    )
 
 
 def param_shapes(config: Config) -> dict[str, Any]:
     """The shape of every parameter, nested as the parameters are."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    shapes: dict[str, Any] = {
-        "embed_tokens": (vocab, hidden),
-        "norm": (hidden,),
-        "layers": {str(layer): _layer_shapes(layer, config) for layer in range(PERIOD)},
-    }
-    if not config.tie_word_embeddings:
-        shapes["lm_head"] = (vocab, hidden)
-    return shapes
-
-
-def _layer_shapes(layer: int, config: Config) -> dict[str, Any]:
-    hidden = config.hidden_size
-    value_dim, value_heads = config.linear_value_dim, config.linear_num_value_heads
-    mixer = (
-        {
-            "q_proj": (2 * config.query_dim, hidden),
-            "k_proj": (config.kv_dim, hidden),
-            "v_proj": (config.kv_dim, hidden),
-            "o_proj": (hidden, config.query_dim),
-            "q_norm": (config.head_dim,),
-            "k_norm": (config.head_dim,),
-        }
-        if is_attention(layer)
-        else {
-            "in_proj_qkv": (config.conv_dim, hidden),
-            "in_proj_z": (value_dim, hidden),
-            "in_proj_b": (value_heads, hidden),
-            "in_proj_a": (value_heads, hidden),
-            "conv": (config.conv_dim, 4),
-            "A_log": (value_heads,),
-            "dt_bias": (value_heads,),
-            "norm": (config.linear_value_head_dim,),
-            "out_proj": (hidden, value_dim),
-        }
-    )
-    experts, width, shared = config.num_experts, config.moe_intermediate_size, config.shared_expert_intermediate_size
-    dense = config.intermediate_size
-    mlp = (
-        {
-            "router": (experts, hidden),
-            "gate_up": (experts, 2 * width, hidden),
-            "down": (experts, hidden, width),
-            "shared_gate_proj": (shared, hidden),
-            "shared_up_proj": (shared, hidden),
-            "shared_down_proj": (hidden, shared),
-            "shared_gate": (1, hidden),
-        }
-        if config.is_moe
-        else {"gate_proj": (dense, hidden), "up_proj": (dense, hidden), "down_proj": (hidden, dense)}
-    )
-    layer_shapes = {"input_norm": (hidden,), "post_norm": (hidden,), "mixer": mixer, "mlp": mlp}
-    return jax.tree.map(lambda shape: (config.periods, *shape), layer_shapes, is_leaf=_is_shape)
+    return nest(leaf_shapes(config))
 
 
 def init_params(config: Config, seed: int, scale: float = 0.02) -> dict[str, Any]:
-    """Fresh parameters: matrices normal with deviation `scale`, zero-centred norms 0, `A_log` log U(1, 16), `dt_bias` 1.
+    """Fresh parameters: matrices normal (deviation `scale`), zero-centred norms 0, `A_log` log U(1, 16), `dt_bias` 1.
 
     Made on the host in NumPy, so that the bits do not depend on a device.
     """

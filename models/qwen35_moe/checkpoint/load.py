@@ -10,7 +10,7 @@ import numpy as np
 
 from isojax.errors import WeightsError
 from qwen35_moe.checkpoint import files
-from qwen35_moe.checkpoint.names import EMBEDDING, HEAD, PASSED_THROUGH, Layout, Tensor, leaf_shapes, tensors
+from qwen35_moe.checkpoint.names import EMBEDDING, HEAD, PASSED_THROUGH, Layout, Tensor, leaf_shapes, nest, tensors
 from qwen35_moe.config import Config
 
 type Params = dict[str, Any]
@@ -82,13 +82,7 @@ def build_params(config: Config, read: Callable[[str, Tensor], Iterable[np.ndarr
         for piece in read(name, tensor):
             values[start : start + piece.size] = piece.reshape(-1)
             start += piece.size
-    params: Params = {}
-    for path, leaf in leaves.items():
-        node = params
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = jnp.asarray(leaf)
-    return params
+    return nest({path: jnp.asarray(leaf) for path, leaf in leaves.items()})
 
 
 def _disagreements(entries: dict[str, files.Entry], layout: Layout, config: Config) -> list[str]:

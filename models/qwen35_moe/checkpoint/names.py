@@ -7,6 +7,8 @@ may also write `model.language_model.` for `model.`, and one tensor for each exp
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from qwen35_moe.config import CONV_TAPS, PERIOD, Config, is_attention
 
@@ -53,8 +55,8 @@ class Layout:
     fused: bool = True
 
     def name(self, canonical: str) -> str:
-        """A tensor's name in this layout, the expert form aside."""
-        return canonical.replace(_PREFIX, _WRAPPED_PREFIX, 1) if self.wrapped and canonical != HEAD else canonical
+        """A tensor's name in this layout, the expert form aside; the head's is the same in all."""
+        return canonical.replace(_PREFIX, _WRAPPED_PREFIX, 1) if self.wrapped else canonical
 
     def parts(self, canonical: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that hold this one, in the order in which they fill it."""
@@ -95,6 +97,17 @@ def leaf_shapes(config: Config) -> dict[tuple[str, ...], tuple[int, ...]]:
     return {
         t.leaf: t.leaf_shape if t.period is None else (config.periods, *t.leaf_shape) for t in tensors(config).values()
     }
+
+
+def nest(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """A nested dict from values by path."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
 
 
 def num_parameters(config: Config) -> int:
