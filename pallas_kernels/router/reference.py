@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from isojax import trees
+from pallas_kernels.elementwise import exact_quotient
 
 
 def router(
@@ -53,4 +54,4 @@ def load_balancing_loss(
 def _probabilities(logits: jax.Array, here: jax.Array) -> jax.Array:
     logits = jnp.where(here, logits.astype(jnp.float32), 0.0)
     p = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    return p / jnp.sum(p, axis=-1, keepdims=True)
+    return exact_quotient(p, jnp.sum(p, axis=-1, keepdims=True))

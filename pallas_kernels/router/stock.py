@@ -1,9 +1,13 @@
-"""The native twin of `router`: the same choice by XLA's own `top_k`."""
+"""The native twins: the same choice by XLA's own `top_k`, the balancing loss as it is defined."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
+
+from pallas_kernels.router.reference import load_balancing_loss
+
+__all__ = ["load_balancing_loss", "router"]
 
 
 def router(
