@@ -12,7 +12,7 @@ from isojax.contract.deployment import deployment_facts
 from isojax.contract.document import Document, Op, Region
 from isojax.contract.flags import refuse_rounding_flags
 from isojax.contract.identity import Identity
-from isojax.contract.programs import gradient_program, program_digest
+from isojax.contract.programs import gradient_program, serialised
 from isojax.errors import ContractError, ShardingError
 
 type Sizes = Mapping[str, int]
@@ -157,8 +157,9 @@ class Contract:
             if any(region.backward for region in op.regions.values()):
                 traced["gradient"] = gradient_program(*traced["program"])
             for kind, (fn, *args) in traced.items():
-                digests[f"{name} {kind}"] = program_digest(fn, *args, platform=platform)
-                found = jaxprs.regions(jaxprs.trace(fn, *args, platform=platform), platform)
+                jaxpr = jaxprs.trace(fn, *args, platform=platform)
+                digests[f"{name} {kind}"] = sha256(serialised(jaxpr, platform))
+                found = jaxprs.regions(jaxpr, platform)
                 seen |= {jaxprs.region_name(eqn) or f"an unnamed kernel of {name}" for eqn in found}
         self.refuse_unknown_regions(seen)
         if idle := sorted(set(self.regions) - seen):

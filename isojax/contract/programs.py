@@ -60,7 +60,12 @@ def gradient_digest(fn: Callable[..., Any], *args: Any, platform: str | None = N
 
 def program(fn: Callable[..., Any], *args: Any, platform: str | None = None) -> JSON:
     """What `program_digest` hashes, as plain JSON, for looking at a difference."""
-    return _Writer(jaxprs.platform_name(platform)).jaxpr(jaxprs.trace(fn, *args, platform=platform))
+    return serialised(jaxprs.trace(fn, *args, platform=platform), platform)
+
+
+def serialised(jaxpr: Jaxpr, platform: str | None = None) -> JSON:
+    """`program` of what was traced already."""
+    return _Writer(jaxprs.platform_name(platform)).jaxpr(jaxpr)
 
 
 def gradient_program(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any, Any]:

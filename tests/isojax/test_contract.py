@@ -107,6 +107,13 @@ def identity(contract, probes=PROBES, **settings):
     return contract.identity(probes, **{"compute_dtype": "bfloat16", "model": {"eps": 1e-6}} | settings)
 
 
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("contract") / "small.toml"
+    path.write_text(SMALL)
+    return identity(load(path))
+
+
 # Documents.
 
 
@@ -222,26 +229,25 @@ def test_a_parallelism_that_no_claim_covers_is_refused(small):
 # Identities.
 
 
-def test_two_processes_of_one_contract_share_an_identity(small):
-    mine = identity(small)
+def test_two_processes_of_one_contract_share_an_identity(small, mine):
     assert exchange(mine, identity(small)) == mine.digest
     assert exchange(mine, mine.to_json()) == mine.digest
 
 
-def test_two_identities_that_differ_in_a_program_refuse_each_other(small):
+def test_two_identities_that_differ_in_a_program_refuse_each_other(small, mine):
     reversed_sum = Probe(lambda partials: sum_of_one(partials[::-1]), sum_args)
     with pytest.raises(ContractError, match=r"numerical_policy differs at segment_sum program: rollout \w{12}, update"):
-        exchange(identity(small), identity(small, PROBES | {"segment_sum": reversed_sum}), sides=("rollout", "update"))
+        exchange(mine, identity(small, PROBES | {"segment_sum": reversed_sum}), sides=("rollout", "update"))
 
 
-def test_identities_that_differ_in_a_gradient_alone_refuse_each_other(small):
+def test_identities_that_differ_in_a_gradient_alone_refuse_each_other(small, mine):
     @jax.custom_vjp
     def careless_sum(partials):
         return sum_of_one(partials)
 
     careless_sum.defvjp(lambda p: (sum_of_one(p), p), lambda p, g: (jnp.broadcast_to(-g, p.shape),))
     with pytest.raises(ContractError, match="differs at segment_sum"):
-        exchange(identity(small), identity(small, PROBES | {"segment_sum": Probe(careless_sum, sum_args)}))
+        exchange(mine, identity(small, PROBES | {"segment_sum": Probe(careless_sum, sum_args)}))
 
 
 @pytest.mark.parametrize(
@@ -251,15 +257,15 @@ def test_identities_that_differ_in_a_gradient_alone_refuse_each_other(small):
         ({"model": {"eps": 1e-5}}, "semantic differs at model"),
     ],
 )
-def test_one_sided_settings_refuse_each_other(small, settings, where):
+def test_one_sided_settings_refuse_each_other(small, mine, settings, where):
     with pytest.raises(ContractError, match=where):
-        exchange(identity(small), identity(small, **settings))
+        exchange(mine, identity(small, **settings))
 
 
-def test_other_words_for_an_order_refuse_each_other(small, write):
+def test_other_words_for_an_order_refuse_each_other(mine, write):
     other = load(write(SMALL.replace('["isojax.trees.chain", "isojax.trees.fold"]', '["isojax.trees.chain"]')))
     with pytest.raises(ContractError, match="numerical_policy differs at segment_sum"):
-        exchange(identity(small), identity(other))
+        exchange(mine, identity(other))
 
 
 def test_exact_and_native_refuse_each_other():
@@ -270,8 +276,7 @@ def test_exact_and_native_refuse_each_other():
         exchange(posing, native)
 
 
-def test_another_deployment_is_refused_with_the_field(small):
-    mine = identity(small)
+def test_another_deployment_is_refused_with_the_field(mine):
     old = dataclasses.replace(mine, deployment_parts=dict(mine.deployment_parts) | {"jaxlib": "0.4.1"})
     with pytest.raises(ContractError, match=r"deployment differs at jaxlib: trainer [\d.]+, engine 0\.4\.1"):
         exchange(mine, old)
@@ -294,8 +299,7 @@ def test_another_deployment_is_refused_with_the_field(small):
         (lambda plain: plain | {"digest": "0" * 64}, "cut or changed on the way"),
     ],
 )
-def test_an_absent_or_spoiled_identity_is_refused(small, spoil, why):
-    mine = identity(small)
+def test_an_absent_or_spoiled_identity_is_refused(mine, spoil, why):
     with pytest.raises(ContractError, match=why):
         exchange(mine, spoil(mine.to_json()))
 
@@ -370,6 +374,5 @@ def test_a_document_has_one_digest_and_every_change_of_content_another(write, sm
     assert tomllib.loads(SMALL)["ops"].keys() == small.document.ops.keys()
 
 
-def test_an_identity_survives_json(small):
-    mine = identity(small)
+def test_an_identity_survives_json(mine):
     assert Identity.from_json(mine.to_json()) == mine
