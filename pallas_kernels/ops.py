@@ -1,11 +1,35 @@
 """Every op of the model under one name: what a contract binds."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels import attention, cast, causal_conv, embedding, experts, fork, gated_norm, gdn, gdn_gates, l2_norm
-from pallas_kernels import linear, logprob, moe_combine, norm_rope, output_gate, residual_add, rms_norm, router, swiglu
+from isojax.contract import Contract, load
+from pallas_kernels import (
+    attention,
+    causal_conv,
+    experts,
+    gdn,
+    linear,
+    logprob,
+    tree_sum,
+)
+from pallas_kernels import cast as cast_op
+from pallas_kernels import embedding as embed_op
+from pallas_kernels import fork as fork_op
+from pallas_kernels import gated_norm as gated_norm_op
+from pallas_kernels import gdn_gates as gdn_gates_op
+from pallas_kernels import l2_norm as l2_norm_op
+from pallas_kernels import moe_combine as moe_combine_op
+from pallas_kernels import norm_rope as norm_rope_op
+from pallas_kernels import output_gate as output_gate_op
+from pallas_kernels import residual_add as residual_add_op
+from pallas_kernels import rms_norm as rms_norm_op
+from pallas_kernels import router as router_op
+from pallas_kernels import swiglu as swiglu_op
+
+type Op = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,35 +39,101 @@ class Ops:
     Model code calls ops through this object alone, so that what ran is what the contract bound.
     """
 
-    attention_chunks: Callable[..., Any]
-    attention_decode: Callable[..., Any]
-    cast: Callable[..., Any]
-    causal_conv_chunks: Callable[..., Any]
-    causal_conv_decode: Callable[..., Any]
-    column_linear: Callable[..., Any]
-    embed: Callable[..., Any]
-    fork: Callable[..., Any]
-    gated_norm: Callable[..., Any]
-    gather_rows: Callable[..., Any]
-    gdn_chunks: Callable[..., Any]
-    gdn_close: Callable[..., Any]
-    gdn_decode: Callable[..., Any]
-    gdn_gates: Callable[..., Any]
-    gdn_slots: Callable[..., Any]
-    grouped_linear: Callable[..., Any]
-    l2_norm: Callable[..., Any]
-    logprob: Callable[..., Any]
-    moe_combine: Callable[..., Any]
-    norm_rope: Callable[..., Any]
-    output_gate: Callable[..., Any]
-    residual_add: Callable[..., Any]
-    rms_norm: Callable[..., Any]
-    router: Callable[..., Any]
-    row_linear: Callable[..., Any]
-    split: Callable[..., Any]
-    swiglu: Callable[..., Any]
-    swiglu_fused: Callable[..., Any]
+    attention_chunks: Op
+    attention_decode: Op
+    cast: Op
+    causal_conv_chunks: Op
+    causal_conv_decode: Op
+    column_linear: Op
+    embed: Op
+    fork: Op
+    gated_norm: Op
+    gather_rows: Op
+    gdn_chunks: Op
+    gdn_close: Op
+    gdn_decode: Op
+    gdn_gates: Op
+    gdn_slots: Op
+    grouped_linear: Op
+    l2_norm: Op
+    logprob: Op
+    logprobs_all: Op
+    moe_combine: Op
+    norm_rope: Op
+    output_gate: Op
+    residual_add: Op
+    rms_norm: Op
+    router: Op
+    row_linear: Op
+    split: Op
+    sum_tokens: Op
+    swiglu: Op
+    swiglu_fused: Op
 
-    def replace(self, **ops: Callable[..., Any]) -> "Ops":
+    def replace(self, **ops: Op) -> "Ops":
         """These ops with some exchanged: for experiments and negative controls."""
         return dataclasses.replace(self, **ops)
+
+
+# For every op the module that has it; its native twin stands in the module's `stock`.
+_MODULES = {
+    "attention_chunks": attention,
+    "attention_decode": attention,
+    "cast": cast_op,
+    "causal_conv_chunks": causal_conv,
+    "causal_conv_decode": causal_conv,
+    "column_linear": linear,
+    "embed": embed_op,
+    "fork": fork_op,
+    "gated_norm": gated_norm_op,
+    "gather_rows": experts,
+    "gdn_chunks": gdn,
+    "gdn_close": gdn,
+    "gdn_decode": gdn,
+    "gdn_gates": gdn_gates_op,
+    "gdn_slots": gdn,
+    "grouped_linear": experts,
+    "l2_norm": l2_norm_op,
+    "logprob": logprob,
+    "logprobs_all": logprob,
+    "moe_combine": moe_combine_op,
+    "norm_rope": norm_rope_op,
+    "output_gate": output_gate_op,
+    "residual_add": residual_add_op,
+    "rms_norm": rms_norm_op,
+    "router": router_op,
+    "row_linear": linear,
+    "split": fork_op,
+    "sum_tokens": tree_sum,
+    "swiglu": swiglu_op,
+    "swiglu_fused": swiglu_op,
+}
+
+# Data movement and allocation: nothing in them decides a bit.
+_WITHOUT_SUMS = ("split", "gdn_slots")
+
+
+def bind(contract: Contract | str) -> Ops:
+    """The ops that a contract names, with the numerics it gives them.
+
+    Args:
+        contract: A contract, or the name of one that isojax ships: `"exact"`, `"native"`.
+
+    Raises:
+        ContractError: If there is no such contract, or it says nothing about an op.
+    """
+    return _bind(load(contract)) if isinstance(contract, str) else _bind(contract)
+
+
+def _bind(contract: Contract) -> Ops:
+    if contract.document.mode == "native":
+        return Ops(**{name: getattr(module.stock, name) for name, module in _MODULES.items()})
+    return Ops(**{name: _with_numerics(name, module, contract) for name, module in _MODULES.items()})
+
+
+def _with_numerics(name: str, module: Any, contract: Contract) -> Op:
+    op = getattr(module, name)
+    if name in _WITHOUT_SUMS:
+        return op
+    numerics = contract.numerics(name, contract.op(name).phases[0])
+    return functools.partial(op, numerics=module.Numerics(**numerics)) if numerics else op
