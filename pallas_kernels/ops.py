@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from isojax.contract import Contract, load
@@ -127,11 +129,15 @@ def bind(contract: Contract | str) -> Ops:
 
 def _bind(contract: Contract) -> Ops:
     if contract.document.mode == "native":
-        return Ops(**{name: getattr(module.stock, name) for name, module in _MODULES.items()})
+        return Ops(**{name: getattr(_stock(module), name) for name, module in _MODULES.items()})
     return Ops(**{name: _with_numerics(name, module, contract) for name, module in _MODULES.items()})
 
 
-def _with_numerics(name: str, module: Any, contract: Contract) -> Op:
+def _stock(module: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{module.__name__}.stock")
+
+
+def _with_numerics(name: str, module: ModuleType, contract: Contract) -> Op:
     op = getattr(module, name)
     if name in _WITHOUT_SUMS:
         return op
