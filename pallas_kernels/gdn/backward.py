@@ -48,8 +48,7 @@ def gradients(
     rounded products. Q′ and K′ of a key head add its value heads ascending, then round. G′ is left to be summed to g′.
     """
     dtype = rows.v.dtype
-    blocks, heads = rows.v.shape[:2]
-    key_heads = rows.k.shape[1]
+    blocks, key_heads = rows.k.shape[:2]
 
     def gdn_chunks_backward_kernel(inputs, grads_ref):
         sequences_ref, ends_ref, rows_ref, kept_ref, o_grad_ref = inputs

@@ -1,6 +1,7 @@
 """Computes the delta rule over whole chunks: all rows of a chunk at once, the chunks of a sequence in a chain."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,18 +40,16 @@ class Rows:
     decay: Float32[Array, "blocks heads 64"]
 
 
-@pytree
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """What the backward pass reads of every block, as operands in the compute dtype.
 
     Attributes:
-        state: S at the chunk's start.
-        inverse: T.
+        state: S at the chunk's start, `[blocks, heads, key_dim, value_dim]`.
+        inverse: T, `[blocks, heads, 64, 64]`.
     """
 
-    state: Float[Array, "blocks heads key_dim value_dim"]
-    inverse: Float[Array, "blocks heads 64 64"]
+    state: Any
+    inverse: Any
 
 
 def running_sum(
@@ -141,10 +140,7 @@ def forward(
     def shape(*dims, dtype=dtype):
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    kept = jax.tree.unflatten(
-        jax.tree.structure(Kept(rows.v, rows.v)),
-        (shape(blocks, heads, key_dim, value_dim), shape(blocks, heads, CHUNK, CHUNK)),
-    )
+    kept = Kept(shape(blocks, heads, key_dim, value_dim), shape(blocks, heads, CHUNK, CHUNK))
     last = shape(*state.shape, dtype=jnp.float32)
     opened = jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), held)
     return over_heads(

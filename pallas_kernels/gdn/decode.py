@@ -41,7 +41,7 @@ def row(
         Outputs, and the row's `r`, `u`, `t` and `decay`.
     """
     dtype = v.dtype
-    requests, heads, value_dim = v.shape
+    requests, heads, _ = v.shape
     key_heads = k.shape[1]
     inputs = (q, k, v, g, beta, offset, held)
     leaves, structure = jax.tree.flatten(inputs)
@@ -93,9 +93,7 @@ def close(
     held: OpenChunk,
     closing: Bool[Array, " requests"],
     state: Float32[Array, "requests heads key_dim value_dim"],
-) -> tuple[
-    Float32[Array, "requests heads key_dim value_dim"], Float[Array, "requests heads key_dim value_dim"]
-]:
+) -> tuple[Float32[Array, "requests heads key_dim value_dim"], Float[Array, "requests heads key_dim value_dim"]]:
     """The next state of the requests that close their chunk, `state` of the others; also as operands."""
     dtype = held.k.dtype
 

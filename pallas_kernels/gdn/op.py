@@ -28,9 +28,7 @@ def gdn_chunks(
     *,
     numerics: Numerics = Numerics(),
     schedule: Schedule = Schedule(),
-) -> tuple[
-    Float[Array, "blocks 64 heads value_dim"], Float32[Array, "sequences heads key_dim value_dim"], OpenChunk
-]:
+) -> tuple[Float[Array, "blocks 64 heads value_dim"], Float32[Array, "sequences heads key_dim value_dim"], OpenChunk]:
     """The delta rule over the blocks of a step.
 
     In each chunk, for every value head (its key head is h // (heads / key_heads)), with G the running sum of g:

@@ -37,9 +37,7 @@ class OpenChunk:
     state: Float[Array, "slots heads key_dim value_dim"]
 
 
-def gdn_slots(
-    num_slots: int, key_heads: int, heads: int, key_dim: int, value_dim: int, dtype: DTypeLike
-) -> OpenChunk:
+def gdn_slots(num_slots: int, key_heads: int, heads: int, key_dim: int, value_dim: int, dtype: DTypeLike) -> OpenChunk:
     """Slots for `num_slots` requests, in which no chunk has a row yet."""
 
     def rows(*shape, dtype=dtype):
