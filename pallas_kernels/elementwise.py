@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from isojax.layouts import round_up
 from pallas_kernels.region import region_call
@@ -28,7 +29,7 @@ def elementwise(
     arrays: Sequence[jax.Array],
     scalars: jax.Array | None = None,
     *,
-    out_dtypes: Sequence[jnp.dtype],
+    out_dtypes: Sequence[DTypeLike],
     schedule: Schedule = Schedule(),
 ) -> tuple[jax.Array, ...]:
     """Runs `fn` on every element of `arrays`, which have one shape, as the region `name`.
@@ -75,6 +76,6 @@ def exact_quotient(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a / b` for every element of `a`, rounded once. Used inside kernels, as `region.exact_product`.
 
     XLA turns a division by a broadcast `b` into a product with 1/b (on the CPU 644 of 4,500 elements differ, measured),
-    but not where `b` happens to have the shape of `a`; and that product may contract with what is added next.
+    but not where `b` happens to have the shape of `a`, and (a/b)/c into a/(b·c) (875 of 2,310 elements differ).
     """
-    return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+    return lax.optimization_barrier(a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape)))

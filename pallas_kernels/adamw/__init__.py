@@ -1,0 +1,3 @@
+from pallas_kernels.adamw.op import Factors, Hyperparameters, adamw_apply, adamw_step, factors
+
+__all__ = ["Factors", "Hyperparameters", "adamw_apply", "adamw_step", "factors"]
