@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from rollout_bridge import weights
 
 
-class _BoundToWeights:
+class BoundScheduler(Scheduler):
     _weights_seen: int | None = None
 
     def schedule(self, *args, **kwargs):
@@ -22,9 +22,5 @@ class _BoundToWeights:
         return super().schedule(*args, **kwargs)
 
 
-class BoundScheduler(_BoundToWeights, Scheduler):
-    pass
-
-
-class BoundAsyncScheduler(_BoundToWeights, AsyncScheduler):
+class BoundAsyncScheduler(BoundScheduler, AsyncScheduler):
     pass

@@ -24,9 +24,14 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 # Shapes of public functions are checked in every test; must come before the packages are imported.
+from hypothesis import settings  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook(["isojax", "pallas_kernels", "qwen35_moe", "rollout_bridge"], "beartype.beartype")
+
+# A first example may compile a program: time says nothing about it.
+settings.register_profile("isojax", deadline=None)
+settings.load_profile("isojax")
 
 
 def pytest_report_header() -> str:

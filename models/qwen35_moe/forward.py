@@ -81,7 +81,9 @@ def tie(params: Params, config: Config, ops: Ops) -> Params:
     return {**params, "embed_tokens": table, "lm_head": head}
 
 
-def _layer(layer: int, weights: Params, x, context: Context, state, config: Config, ops: Ops):
+def _layer(
+    layer: int, weights: Params, x, context: Context, state: Any, config: Config, ops: Ops
+) -> tuple[Any, Any, Any]:
     """One decoder layer; `layer` counts inside its period, whose last layer is the one of attention."""
     norm = functools.partial(ops.rms_norm, eps=config.rms_norm_eps, segments=context.segments)
     mixer = attention_mixer if is_attention(layer) else deltanet_mixer

@@ -20,12 +20,14 @@ class Qwen35Moe(nnx.Module):
         config: The sizes.
         ops: The ops that the contract bound; what trains and what rolls out must be the same.
         weights: The nested parameters of docs/architecture.md, as `nnx.Param`.
+        folder: Of the checkpoint that it was read from, where its tokenizer is; None if it was made here.
     """
 
     def __init__(self, config: Config, params: Mapping[str, Any], ops: Ops):
         self.config = config
         self.ops = ops
         self.weights = _as_modules(params)
+        self.folder: str | None = None
 
     def params(self) -> dict[str, Any]:
         """The parameters as a nested dict of arrays; inside `jax.grad` the traced ones."""
