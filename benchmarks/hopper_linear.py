@@ -5,6 +5,7 @@
 Kernel times by CUPTI, median of 20 launches; ratios are taken inside the run.
 """
 
+import functools
 import json
 import statistics
 from pathlib import Path
@@ -33,7 +34,7 @@ def main(json_path: Annotated[Path, typer.Option("--json")] = Path("hopper_linea
         for splits in (1, 8):
             times = {}
             for schedule in WIDE if m > 64 else NARROW:
-                call = lambda x, w, s=schedule, n=splits: product(x, w, n, jnp.dtype("bfloat16"), s)
+                call = functools.partial(product, num_splits=splits, dtype=jnp.dtype("bfloat16"), schedule=schedule)
                 try:
                     times[str(schedule)] = _microseconds(call, x, w)
                 except Exception as error:  # A schedule that does not fit is a row of the table, not an end.
@@ -45,9 +46,11 @@ def main(json_path: Annotated[Path, typer.Option("--json")] = Path("hopper_linea
     table = Table("shape", "splits", "us", "XLA us", "ratio", "schedule")
     for r in rows:
         shape = f"{r['rows']}x{r['depth']}->{r['columns']}"
-        table.add_row(shape, str(r["num_splits"]), f"{r['microseconds']:.1f}", f"{r['xla']:.1f}", f"{r['ratio']:.2f}", r["schedule"])  # fmt: skip
+        times = (f"{r['microseconds']:.1f}", f"{r['xla']:.1f}", f"{r['ratio']:.2f}")
+        table.add_row(shape, str(r["num_splits"]), *times, r["schedule"])
     Console(width=160).print(table)
-    json_path.write_text(json.dumps({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, indent=1))
+    machine = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    json_path.write_text(json.dumps(machine | {"rows": rows}, indent=1))
 
 
 def _microseconds(fn, *args) -> float:

@@ -1,9 +1,7 @@
 """The full-attention mixer: gated, grouped-query, partially rotated."""
 
-import dataclasses
-
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from isojax.layouts import CHUNK
 from pallas_kernels.ops import Ops

@@ -45,9 +45,7 @@ class LayerState:
 
     def leave(self, at: Residency, state: Array, window: Array, delta: Any) -> "LayerState":
         """Stores what chunk sequences end with."""
-        slots = jax.tree.map(
-            lambda held, new: held.at[at.slot].set(new, mode="drop"), self.slots, Slots(delta, window)
-        )
+        slots = jax.tree.map(lambda held, new: held.at[at.slot].set(new, mode="drop"), self.slots, Slots(delta, window))
         pool = write_state(self.pool, at.state_out[self.group], state, window)
         return dataclasses.replace(self, pool=pool, slots=slots)
 

@@ -41,7 +41,7 @@ class HopperSchedule:
 
     @classmethod
     def for_rows(cls, rows: int) -> "HopperSchedule":
-        """Wide tiles for many rows; for a decode step narrow ones with long steps, which is what fills the memory bus."""
+        """Wide tiles for many rows; narrow ones with long steps, which fill the memory bus, for a decode step."""
         return cls() if rows > _WARPGROUP_ROWS else cls(warpgroups=1, columns=16, depth=256, stages=5)
 
 

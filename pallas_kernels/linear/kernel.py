@@ -67,7 +67,7 @@ def weight_gradient(
     segments: Segments,
     schedule: Schedule,
 ) -> Float[Array, "outputs inputs"]:
-    """Σ over rows of `out_grad[row] ⊗ x[row]` in float32: 64-row products, chained in each sequence, folded over them."""
+    """Σ over rows of `out_grad[row] ⊗ x[row]`, float32: 64-row products, a chain in each sequence, a fold over them."""
     outputs, inputs = out_grad.shape[1], x.shape[1]
     side = schedule.columns
     tile_out, tile_in = min(side, round_up(outputs, 16)), min(side, round_up(inputs, 16))

@@ -26,9 +26,9 @@ def column_linear(
     """`x @ weight.T` for every projection of one input.
 
     An output element is one float32 chain over blocks of K, rounded once; it depends on its row of `x` and
-    its row of the weight alone. All projections of an input are one op because their input gradients are one sum:
-    for each of `gradient_splits` splits of the output axes a chain over projections in order and over blocks, then a tree.
-    The gradient of a weight is float32: 64-row products in a chain for each sequence, a tree over sequences.
+    its row of the weight alone. All projections of an input are one op because their input gradients are one sum: for
+    each of `gradient_splits` splits of the output axes a chain over projections and their blocks, then a tree. The
+    gradient of a weight is float32: 64-row products in a chain for each sequence, a tree over sequences.
 
     Args:
         x: Rows in bfloat16 or float32.
@@ -76,8 +76,8 @@ def row_linear(
     _check("row_linear", x, (weight,))
     if x.shape[1] % numerics.num_splits:
         raise ValueError(
-            f"row_linear cuts its {x.shape[1]} inputs into num_splits={numerics.num_splits} equal splits, which does not"
-            " divide: choose a divisor in the contract, for both programs"
+            f"row_linear cuts its {x.shape[1]} inputs into num_splits={numerics.num_splits} equal splits, which does"
+            " not divide: choose a divisor in the contract, for both programs"
         )
     segments = segments or Segments.one(x.shape[0])
     return _row((numerics, schedule), x, weight, segments)

@@ -5,9 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
-def rms_norm(
-    x: Float[Array, "rows width"], scale: Float[Array, " width"], *, eps: float
-) -> Float[Array, "rows width"]:
+def rms_norm(x: Float[Array, "rows width"], scale: Float[Array, " width"], *, eps: float) -> Float[Array, "rows width"]:
     """x · rsqrt(mean(x²) + eps) · (1 + scale), in float32, rounded once to the dtype of `x`."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.sum(wide * wide, axis=-1, keepdims=True) / x.shape[-1]

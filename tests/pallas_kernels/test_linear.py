@@ -70,6 +70,7 @@ def test_values_and_gradients_agree_with_float64(dtype):
             a, b = linear_column(x, ws, out_dtypes=(None, jnp.float32))
             return (jnp.sin(a.astype(jnp.float32)).sum() + jnp.cos(b).sum()
                     + jnp.sin(linear_row(x, w_row).astype(jnp.float32)).sum())  # fmt: skip
+
         return jax.jit(jax.grad(of, argnums=(0, 1, 2)))
 
     got = loss(column_linear, row_linear)(x, ws, w_row)
@@ -77,7 +78,7 @@ def test_values_and_gradients_agree_with_float64(dtype):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a.astype(dtype), np.float64)), (x, ws, w_row))
 
         def of64(x, ws, w_row):
-            return (jnp.sin(x @ ws[0].T).sum() + jnp.cos(x @ ws[1].T).sum() + jnp.sin(x @ w_row.T).sum())
+            return jnp.sin(x @ ws[0].T).sum() + jnp.cos(x @ ws[1].T).sum() + jnp.sin(x @ w_row.T).sum()
 
         want = jax.jit(jax.grad(of64, argnums=(0, 1, 2)))(*wide)
     tolerance = 2e-4 if dtype == "float32" else 0.15

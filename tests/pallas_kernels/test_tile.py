@@ -26,7 +26,9 @@ def run(a, b, contract):
 
 @pytest.mark.parametrize("contract", [(1, 1), (1, 0), (0, 1), (0, 0)])
 @pytest.mark.parametrize("depth", [16, 64, 128])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (8, 16), (64, 32), (256, 64), (5, 128), (72, 80), (65, 96), (24, 200)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (8, 16), (64, 32), (256, 64), (5, 128), (72, 80), (65, 96), (24, 200)]
+)
 def test_a_product_is_one_ascending_chain_of_fused_multiply_adds(rows, columns, depth, contract):
     rng = np.random.default_rng(rows + columns + depth)
     a = rng.standard_normal((rows, depth)).astype(np.float32)
