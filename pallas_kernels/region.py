@@ -21,7 +21,7 @@ def region_call(
     """`pl.pallas_call(kernel, **spec)` as the region `name`.
 
     On the CPU the kernel is interpreted between optimization barriers, so that XLA cannot
-    fuse, contract or reorder it with its neighbours (DESIGN: barrier rule). On a GPU it is
+    fuse, contract or reorder it with its neighbours (docs/rules.md, rule 2). On a GPU it is
     compiled. Which of the two is settled when the program is traced: a trace then holds one
     executor, which is what an audit reads and a digest hashes.
 

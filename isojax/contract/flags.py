@@ -60,7 +60,7 @@ def rounding_reason(name: str, value: str) -> str | None:
 
 
 def refuse_rounding_flags(text: str | None = None) -> None:
-    """Refuses a process whose compiler flags can change a rounding or an order (DESIGN: rounding rule).
+    """Refuses a process whose compiler flags can change a rounding or an order (docs/rules.md, rule 6).
 
     Args:
         text: Flags as in `XLA_FLAGS`, which is the default.

@@ -1,7 +1,7 @@
 """Fingerprints of what programs compute.
 
 `str(jaxpr)` does not print index maps, captured constants or a custom gradient, so programs are
-serialised structurally (DESIGN: digests): primitives and parameters, kernel bodies, grids, index
+serialised structurally: primitives and parameters, kernel bodies, grids, index
 maps, constants with their bytes. Variables are numbered in order of appearance; paths, lines and names of
 functions do not enter. Of a platform switch only the branch of one platform enters.
 """

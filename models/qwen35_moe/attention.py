@@ -20,7 +20,7 @@ def attention_mixer(
     config: Config,
     ops: Ops,
 ) -> tuple[Float[Array, "rows embed"], Array | None]:
-    """Gated attention over a step's rows (QWEN35_MOE 2.3).
+    """Gated attention over a step's rows (docs/model.md).
 
     Args:
         weights: The layer's `q_proj`, `k_proj`, `v_proj`, `o_proj`, `q_norm`, `k_norm`.

@@ -23,7 +23,7 @@ def deltanet_mixer(
     config: Config,
     ops: Ops,
 ) -> tuple[Float[Array, "rows embed"], LayerState | None]:
-    """Gated DeltaNet over a step's rows (QWEN35_MOE 2.4, DESIGN section 7).
+    """Gated DeltaNet over a step's rows (docs/model.md, docs/gated_deltanet.md).
 
     Args:
         weights: The layer's projections, `conv`, `A_log`, `dt_bias`, `norm`, `out_proj`.

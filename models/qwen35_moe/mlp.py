@@ -14,7 +14,7 @@ type Weights = dict[str, Array]
 def mlp(
     weights: Weights, x: Float[Array, "rows embed"], context: Context, config: Config, ops: Ops
 ) -> tuple[Float[Array, "rows embed"], tuple[Array, Array] | None]:
-    """The layer's MLP over normalised rows (QWEN35_MOE 2.5).
+    """The layer's MLP over normalised rows (docs/model.md).
 
     Returns:
         The output, and the router's logits and choices for the load-balancing loss (None without experts).

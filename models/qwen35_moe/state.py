@@ -1,4 +1,4 @@
-"""How the state of a Gated DeltaNet layer moves between pages, slots and a step (DESIGN section 8).
+"""How the state of a Gated DeltaNet layer moves between pages, slots and a step (docs/gated_deltanet.md).
 
 A page holds the float32 state of the last *closed* chunk and the convolution window; a slot holds the rows of the
 open chunk, the state at its start as operand, and the window. The step that enters a page writes both there, so that

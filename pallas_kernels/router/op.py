@@ -51,7 +51,7 @@ def load_balancing_loss(
     *,
     top_k: int,
 ) -> Float32[Array, " rows"]:
-    """Each row's term of the load-balancing loss E · Σ_e f_e · P_e, pooled over layers (QWEN35_MOE 2.5).
+    """Each row's term of the load-balancing loss E · Σ_e f_e · P_e, pooled over layers (docs/model.md).
 
     The loss is the sum of the terms of all rows of all layers. With R rows in that pool, f_e is
     `counts`_e / R and P_e the mean probability, so uniform routing gives `top_k`. The terms carry the
