@@ -11,28 +11,36 @@ from pallas_kernels.gdn import reference
 from pallas_kernels.step import Decode
 from tests.pallas_kernels.pieces import packed, pieces_of, unpacked
 
-KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 16, 32
+SIZES = (2, 4, 16, 32)  # Key heads, value heads, key and value dimensions.
 BLOCKS = 4  # Every piece is padded to as many blocks: one program serves all.
 
 
-def sequence(length, dtype="float32", seed=0, decay=0.3):
-    """q, k, v, g, β of one sequence, as they come from norms and gates."""
+def sequence(length, dtype="float32", seed=0, decay=0.3, sizes=SIZES):
+    """q, k, v, g, β of one sequence, as they come from norms and gates, with some rows of zeros and extremes."""
+    key_heads, heads, key_dim, value_dim = sizes
     rng = np.random.default_rng(seed)
-    q, k = rng.standard_normal((2, length, KEY_HEADS, KEY_DIM))
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q * KEY_DIM**-0.5, k))
-    v = rng.standard_normal((length, HEADS, VALUE_DIM))
-    g = -decay * np.log1p(np.exp(2 * rng.standard_normal((length, HEADS))))
-    beta = 1 / (1 + np.exp(-rng.standard_normal((length, HEADS))))
+    q, k = rng.standard_normal((2, length, key_heads, key_dim))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q * key_dim**-0.5, k))
+    v = rng.standard_normal((length, heads, value_dim))
+    g = -decay * np.log1p(np.exp(2 * rng.standard_normal((length, heads))))
+    beta = 1 / (1 + np.exp(-rng.standard_normal((length, heads))))
+    for i, x in enumerate((q, k, v, -v, g, beta)):
+        x[5 + i : 6 + i] = 0
+    beta[20:21], g[21:22] = 1, -100
     compute = jnp.dtype(dtype)
     return q.astype(compute), k.astype(compute), v.astype(compute), g.astype(np.float32), beta.astype(np.float32)
 
 
-def slots_of(op, num_slots, dtype):
-    return op.gdn_slots(num_slots, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, dtype)
+def sizes_of(rows):
+    return *rows[1].shape[1:2], *rows[2].shape[1:2], rows[1].shape[2], rows[2].shape[2]
 
 
-def no_state(count=1):
-    return jnp.zeros((count, HEADS, KEY_DIM, VALUE_DIM), jnp.float32)
+def slots_of(op, num_slots, dtype, sizes=SIZES):
+    return op.gdn_slots(num_slots, *sizes, dtype)
+
+
+def no_state(count=1, sizes=SIZES):
+    return jnp.zeros((count, *sizes[1:]), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames="op")
@@ -51,7 +59,7 @@ def row_form(rows, decode, slots, slot, state, op=gdn):
 def whole(rows, blocks=BLOCKS):
     """Outputs, state and open chunk of one sequence from one call that knows no cache."""
     blocked, chunks = packed([rows], blocks=blocks)
-    o, state, opened = chunk_form(blocked, chunks, no_state())
+    o, state, opened = chunk_form(blocked, chunks, no_state(1, sizes_of(rows)))
     return unpacked(o, chunks)[0], state, opened
 
 
@@ -67,8 +75,8 @@ def in_pieces(rows, cuts, op=gdn):
 
 def token_by_token(sequences, step=row_form, op=gdn):
     """Outputs of every sequence, states and slots, from decode steps of all sequences at once; slots in reverse."""
-    count, dtype = len(sequences), sequences[0][2].dtype
-    state, slots = no_state(count), slots_of(op, count, dtype)
+    count, sizes = len(sequences), sizes_of(sequences[0])
+    state, slots = no_state(count, sizes), slots_of(op, count, sequences[0][2].dtype, sizes)
     slot = jnp.arange(count, dtype=jnp.int32)[::-1]
     lengths = np.array([len(rows[0]) for rows in sequences])
     outputs = [[] for _ in sequences]
