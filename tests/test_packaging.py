@@ -1,5 +1,6 @@
 """The wheel holds the four packages and the contracts, and imports where nothing else of this tree is."""
 
+import ast
 import subprocess
 import sys
 import sysconfig
@@ -9,9 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("isojax", "pallas_kernels", "qwen35_moe", "rollout_bridge")
+_SOURCES = dict(zip(_PACKAGES, ("isojax", "pallas_kernels", "models/qwen35_moe", "rollout_bridge"), strict=True))
 _HEAVY = ("jax", "torch", "transformers", "vllm", "pallas_kernels", "qwen35_moe", "rollout_bridge", "isojax.cli")
 
 
@@ -45,9 +48,7 @@ def run(python: Path | str, code: str, cwd: Path) -> str:
 def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {*_PACKAGES, "isojax-0.1.0.dist-info"}
-    for package, source in zip(
-        _PACKAGES, ("isojax", "pallas_kernels", "models/qwen35_moe", "rollout_bridge"), strict=True
-    ):
+    for package, source in _SOURCES.items():
         modules = {path.relative_to(_ROOT / source).as_posix() for path in (_ROOT / source).rglob("*.py")}
         assert {name.removeprefix(f"{package}/") for name in names if name.startswith(f"{package}/")} >= modules
 
@@ -87,6 +88,21 @@ for entry in distribution("isojax").entry_points:
 def test_importing_isojax_loads_no_model_no_engine_and_no_command_line(tmp_path):
     code = f"import isojax, sys; print([m for m in {_HEAVY!r} if m in sys.modules])"
     assert run(sys.executable, code, tmp_path).strip() == "[]"
+
+
+@pytest.mark.parametrize("package", _PACKAGES)
+def test_what_a_package_imports_is_a_declared_dependency(package):
+    extras = {"isojax": {"reasoning-gym"}, "rollout_bridge": {"vllm", "torch"}}.get(package, set())  # vLLM needs torch.
+    requirements = map(Requirement, metadata.requires("isojax") or ())
+    declared = extras | {requirement.name for requirement in requirements if requirement.marker is None}
+    distributions = metadata.packages_distributions()
+    for path in (_ROOT / _SOURCES[package]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            for name in {name.split(".")[0] for name in names} - sys.stdlib_module_names - set(_PACKAGES):
+                assert declared & set(distributions[name]), f"{path} imports {name}"
 
 
 def test_the_lock_file_agrees_with_what_is_installed():
