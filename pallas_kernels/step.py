@@ -14,7 +14,7 @@ class Chunks:
 
     Row r of block i is position 64·`index[i]` + r of sequence `sequence[i]`, and is there when
     `begin[i]` <= r < `end[i]`; the other rows may hold anything. The blocks of one sequence are
-    consecutive, chunks ascending. Padding blocks have `begin == end == 0`.
+    consecutive, chunks ascending without gaps. Padding blocks have `begin == end == 0`.
 
     Attributes:
         sequence: Which of the step's chunk sequences each block belongs to.

@@ -30,6 +30,8 @@ def _softmax_chain(
 ) -> tuple[Float32[Array, "rows 1"], Float32[Array, "rows 1"], Float32[Array, "rows width"]]:
     """Attends from the rows of a tile to the first `num_blocks` KV blocks of their sequence.
 
+    Rows do not meet: what is computed for a row that is not there may be anything, and is to be dropped.
+
     Args:
         queries: Of one sequence and one KV head.
         positions: A row sees the tokens up to its own position. A block that it does not see leaves its
@@ -107,7 +109,7 @@ def attention_chunks(
         def load(kv_block):
             return load_kv(kv_ref, pages_ref, sequence, kv_head, kv_block, numerics.kv_block, first + end, q.dtype)
 
-        queries = jnp.where(is_there, q_ref[0].reshape(CHUNK * heads, width).astype(jnp.float32), 0.0)
+        queries = q_ref[0].reshape(CHUNK * heads, width).astype(jnp.float32)
         num_blocks = jnp.where(begin < end, pl.cdiv(first + end, numerics.kv_block), 0)
         highest, total, output = _softmax_chain(queries, first + rows, load, num_blocks, scale, q.dtype, numerics)
         output_ref[0] = jnp.where(is_there, output / total, 0.0).astype(q.dtype).reshape(CHUNK, heads, width)
@@ -151,7 +153,7 @@ def attention_decode(
         def load(kv_block):
             return load_kv(kv_ref, pages_ref, row, kv_head, kv_block, numerics.kv_block, position + 1, q.dtype)
 
-        queries = jnp.where(valid, q_ref[0].astype(jnp.float32), 0.0)
+        queries = q_ref[0].astype(jnp.float32)
         num_blocks = jnp.where(valid, pl.cdiv(position + 1, numerics.kv_block), 0)
         positions = jnp.full((group, 1), position)
         _, total, output = _softmax_chain(queries, positions, load, num_blocks, scale, q.dtype, numerics)
