@@ -1,0 +1,137 @@
+"""The small policy of the demo: made from a seed, taught the form of its task, written as a Hugging Face folder.
+
+`python -m isojax.rl.warmup OUT` writes the same bytes each time.
+"""
+
+import dataclasses
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+
+from isojax import optim
+from isojax.rl.config import TaskSource
+from isojax.rl.gradient import policy_gradient
+from isojax.rl.losses import supervised_loss
+from isojax.rl.packing import Batch, pack_samples
+from isojax.rl.tasks import Item, Task
+from isojax.rl.tokenizer import PADDED_VOCAB, byte_tokenizer
+from isojax.samples import Sample
+from isojax.sampling import Sampling
+from pallas_kernels.ops import bind
+from qwen35_moe import Config, Qwen35Moe, init_params
+from qwen35_moe.checkpoint import export
+
+CONFIG = Config(
+    vocab_size=PADDED_VOCAB,
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    rope_theta=10_000.0,
+    partial_rotary_factor=0.5,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
+
+TASK = TaskSource(
+    reasoning_gym="chain_sum",
+    options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    size=20_000,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmup:
+    """How the small policy is taught.
+
+    Attributes:
+        steps: Updates; few, so that there is something left to learn from rewards.
+        batch: Items of an update.
+        lr: Peak learning rate, after a linear rise, before a linear fall to a tenth.
+        rise: Steps of the rise.
+        seed: Of weights and data.
+        numerics: Of the ops; only the policy's weights depend on it.
+    """
+
+    steps: int = 400
+    batch: int = 64
+    lr: float = 2e-3
+    rise: int = 40
+    seed: int = 0
+    numerics: str = "exact"
+
+    def rate(self, step: int) -> float:
+        """The learning rate of one step."""
+        return self.lr * min(1.0, (step + 1) / self.rise) * (1.0 - 0.9 * step / self.steps)
+
+
+def warm_up(plan: Warmup = Warmup(), progress: Callable[[int, float], None] = lambda step, loss: None) -> Qwen35Moe:
+    """The small policy after its supervised updates."""
+    config = CONFIG
+    model = Qwen35Moe(config, init_params(config, plan.seed, scale=0.08), bind(plan.numerics))
+    rates = np.array([plan.rate(step) for step in range(plan.steps)], np.float32)
+    optimizer = nnx.Optimizer(model, optim.adamw(_Table(rates), b2=0.95, max_grad_norm=1.0), wrt=nnx.Param)
+    for step, batch in enumerate(batches(TASK.build(), plan)):
+        grads, scores = policy_gradient(model, batch, supervised_loss)
+        optimizer.update(model, grads)
+        progress(step, scores.loss)
+    return model
+
+
+def batches(task: Task, plan: Warmup) -> Iterator[Batch]:
+    """The items of every step, as the batch that imitates their answers."""
+    rng = np.random.default_rng(plan.seed)
+    for _ in range(plan.steps):
+        picks = rng.integers(len(task.items), size=plan.batch)
+        yield imitate(task, [task.items[i] for i in picks])
+
+
+def imitate(task: Task, items: Sequence[Item]) -> Batch:
+    """A batch whose sampled tokens are the answers of `items` and the end of turn, with advantage 1."""
+    tokenizer = byte_tokenizer()
+    samples = []
+    for number, item in enumerate(items):
+        prompt = np.array(tokenizer.encode(task.prompt(item)), np.int32)
+        answer = np.array([*tokenizer.encode(item["answer"]), tokenizer.eos_token_id], np.int32)
+        nothing = np.zeros(len(answer), np.float32)
+        samples.append(Sample(number, 0, prompt, answer, nothing, nothing.astype(np.int32)))
+    return pack_samples(tuple(samples), np.ones((len(items), 1), np.float32), 1 << 30, Sampling())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """A learning rate looked up by step."""
+
+    rates: np.ndarray
+
+    def __call__(self, count):
+        import jax.numpy as jnp
+
+        return jnp.asarray(self.rates)[count]
+
+
+def main(out: str, *overrides: str) -> None:
+    """Writes the warmed-up policy to `out`, replacing what is there; `overrides` such as `steps=10`."""
+    types = {field.name: field.type for field in dataclasses.fields(Warmup)}
+    values = dict(pair.split("=", 1) for pair in overrides)
+    plan = Warmup(**{k: {int: int, float: float}.get(types[k], str)(v) for k, v in values.items()})  # pyright: ignore
+    model = warm_up(plan, lambda step, loss: print(f"{step + 1}/{plan.steps} loss {loss:.4f}", file=sys.stderr))
+    folder = Path(out)
+    shutil.rmtree(folder, ignore_errors=True)
+    export(folder, model.params(), model.config, tokenizer=byte_tokenizer(), dtype="float32")
+    print(f"wrote {folder}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
