@@ -12,8 +12,9 @@ from pallas_kernels.embedding import Schedule, embed, reference, stock
 from tests.bits import assert_bit_equal, differing
 
 WORDS, WIDTH = 40, 96
-BLOCKS = [0, 0, 1, 3, 3]  # The sequence of each block; sequence 2 is absent.
-SEGMENTS = Segments(jnp.asarray(BLOCKS, jnp.int32), 4)
+BLOCKS = [0, 0, 1, 2, 3, 5]  # The sequence of each block; sequence 4 is absent.
+ROWS = 64 * len(BLOCKS)
+SEGMENTS = Segments(jnp.asarray(BLOCKS, jnp.int32), 6)
 
 
 def random(seed, *shape, dtype="float32"):
@@ -47,35 +48,40 @@ def test_a_word_beyond_the_table_is_not_a_number():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("words", [3, WORDS])
 def test_the_gradient_has_the_bits_of_the_reference(words, dtype):
-    cotangent, ids = random(1, 320, WIDTH, dtype=dtype), tokens(320, words)
+    cotangent, ids = random(1, ROWS, WIDTH, dtype=dtype), tokens(ROWS, words)
     want = reference.table_gradient(ids, cotangent, WORDS, SEGMENTS)
     assert_bit_equal(gradient(ids, cotangent, SEGMENTS), want)
     assert_bit_equal(gradient(ids, cotangent, SEGMENTS, schedule=Schedule(128)), want)
 
 
 def test_the_gradient_is_the_fold_of_the_gradients_of_the_sequences():
-    cotangent, ids = random(1, 320, WIDTH), tokens(320)
-    rows = np.repeat(BLOCKS, 64)
-    alone = [gradient(ids[rows == s], cotangent[rows == s], Segments.one(int((rows == s).sum()))) for s in (0, 1, 3)]
-    alone.insert(2, jnp.zeros((WORDS, WIDTH)))
+    cotangent, ids = random(1, ROWS, WIDTH), tokens(ROWS)
+    rows, alone = np.repeat(BLOCKS, 64), []
+    for sequence in range(6):
+        here = rows == sequence
+        if here.any():
+            alone.append(gradient(ids[here], cotangent[here], Segments.one(int(here.sum()))))
+        else:
+            alone.append(jnp.zeros((WORDS, WIDTH)))
     assert_bit_equal(gradient(ids, cotangent, SEGMENTS), trees.fold(jnp.add, alone))
+    assert differing(gradient(ids, cotangent, SEGMENTS), trees.chain(jnp.add, alone))
 
 
 def test_rows_that_are_not_there_change_nothing():
-    cotangent, ids = random(1, 320, WIDTH).at[60:64].set(0), tokens(320)
+    cotangent, ids = random(1, ROWS, WIDTH).at[60:64].set(0), tokens(ROWS)
     want = gradient(ids, cotangent, SEGMENTS)
     assert_bit_equal(gradient(ids.at[60:64].set(0), cotangent, SEGMENTS), want)
 
 
 def test_a_rounded_table_gets_a_rounded_gradient():
-    cotangent, ids = random(1, 320, WIDTH, dtype="bfloat16"), tokens(320)
+    cotangent, ids = random(1, ROWS, WIDTH, dtype="bfloat16"), tokens(ROWS)
     run = jax.jit(lambda t: embed(ids, t, dtype=t.dtype, segments=SEGMENTS))
     (grad,) = jax.vjp(run, jnp.zeros((WORDS, WIDTH), jnp.bfloat16))[1](cotangent)
     assert_bit_equal(grad, cast(gradient(ids, cotangent, SEGMENTS), jnp.bfloat16))
 
 
 def test_the_stock_gradient_has_other_bits():
-    cotangent, ids = random(1, 320, WIDTH), tokens(320, 3)
+    cotangent, ids = random(1, ROWS, WIDTH), tokens(ROWS, 3)
     (stock_grad,) = jax.vjp(lambda t: stock.embed(ids, t, dtype="float32"), jnp.zeros((WORDS, WIDTH)))[1](cotangent)
     exact = gradient(ids, cotangent, SEGMENTS)
     np.testing.assert_allclose(stock_grad, exact, atol=1e-4)
