@@ -45,7 +45,7 @@ check: env ## style, types and the direction of imports
 	$(BIN)/lint-imports
 
 test: check ## check, then every test that this machine can run
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 warmup: env ## compiles bytecode and the demo's programs into .cache, so that what follows starts warm
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
