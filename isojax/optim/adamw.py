@@ -1,7 +1,10 @@
 """AdamW, as a class of its own and as an optax transformation."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +19,8 @@ from pallas_kernels.region import region_call
 
 type Schedule = Callable[[Int32[Array, ""]], Any]
 """A learning rate by the number of steps taken, as in optax."""
+
+_GROUP = 1 << 20  # Elements up to which small tensors are joined; larger ones are never copied.
 
 
 class AdamWState(NamedTuple):
@@ -82,7 +87,7 @@ class AdamW:
             state: From `init` or the last step.
             grad_norm: `global_norm(grads)` where it is known, and where `grads` are shards.
         """
-        return self._each(adamw_apply, params, grads, state, grad_norm)
+        return _each(self, adamw_apply, params, grads, state, grad_norm)
 
     def updates(
         self, params: Any, grads: Any, state: AdamWState, *, grad_norm: Float32[Array, ""] | None = None
@@ -92,19 +97,12 @@ class AdamW:
         That addition is one rounding of two float32 numbers, which no program can do otherwise: its result has the
         bits of `update`.
         """
-        return self._each(adamw_step, params, grads, state, grad_norm)
+        return _each(self, adamw_step, params, grads, state, grad_norm)
 
-    def _each(self, step, params, grads, state: AdamWState, grad_norm):
-        count = state.count + 1
-        hyper = Hyperparameters(self.b1, self.b2, self.eps, self.weight_decay, self.max_grad_norm)
+    def _factors(self, grads, count: Int32[Array, ""], grad_norm, hyper: Hyperparameters) -> Float32[Array, " 4"]:
         if grad_norm is None and self.max_grad_norm is not None:
             grad_norm = global_norm(grads)
-        common = factors(count, self._rate(state.count), grad_norm, hyper)
-        leaves, structure = jax.tree.flatten(params)
-        others = [structure.flatten_up_to(tree) for tree in (state.mu, state.nu, grads)]
-        stepped = [step(*tensors, common, hyper) for tensors in zip(leaves, *others, strict=True)]
-        values, mu, nu = (structure.unflatten(column) for column in zip(*stepped, strict=True))
-        return values, AdamWState(count, mu, nu)
+        return factors(count + 1, self._rate(count), grad_norm, hyper)
 
     def _rate(self, count: Int32[Array, ""]) -> Float32[Array, ""]:
         if not callable(self.learning_rate):
@@ -120,6 +118,45 @@ class AdamW:
         shape = jax.ShapeDtypeStruct((1,), jnp.float32)
         call = region_call("adamw.learning_rate", learning_rate_kernel, out_shape=shape)
         return call(count.reshape(1), *(c.reshape(-1) for c in constants))[0]
+
+
+# Compiled once for a tree of shapes, also where it is called step by step outside a jit.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _each(optimizer: AdamW, step, params, grads, state: AdamWState, grad_norm):
+    hyper = Hyperparameters(optimizer.b1, optimizer.b2, optimizer.eps, optimizer.weight_decay, optimizer.max_grad_norm)
+    common = optimizer._factors(grads, state.count, grad_norm, hyper)
+    leaves, structure = jax.tree.flatten(params)
+    columns = [leaves, *(structure.flatten_up_to(tree) for tree in (state.mu, state.nu, grads))]
+    stepped = [[None] * len(leaves) for _ in range(3)]
+    for members in _groups([leaf.size for leaf in leaves]):
+        results = step(*(_joined([column[i] for i in members]) for column in columns), common, hyper)
+        for column, result in zip(stepped, results, strict=True):
+            for i, piece in zip(members, _parted(result, [leaves[i].shape for i in members]), strict=True):
+                column[i] = piece
+    values, mu, nu = map(structure.unflatten, stepped)
+    return values, AdamWState(state.count + 1, mu, nu)
+
+
+def _groups(sizes: Sequence[int]) -> list[list[int]]:
+    """Which leaves share a region: an element's bits do not depend on its place, and a region costs time to compile."""
+    groups: list[list[int]] = [[]]
+    for index, size in enumerate(sizes):
+        if groups[-1] and sum(sizes[i] for i in groups[-1]) + size > _GROUP:
+            groups.append([])
+        groups[-1].append(index)
+    return groups if sizes else []
+
+
+def _joined(tensors: Sequence[jax.Array]) -> jax.Array:
+    return tensors[0] if len(tensors) == 1 else jnp.concatenate([x.reshape(-1) for x in tensors])
+
+
+def _parted(joined: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    if len(shapes) == 1:
+        return [joined]
+    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+    pieces = zip([0, *ends], ends, shapes, strict=False)
+    return [joined[start:end].reshape(shape) for start, end, shape in pieces]
 
 
 def adamw(

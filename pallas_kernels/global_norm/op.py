@@ -1,11 +1,14 @@
 """The norm of all gradients, the same bits for every way of sharding them."""
 
+import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.global_norm import kernel
@@ -33,7 +36,9 @@ def global_norm(tree: Any, *, numerics: Numerics = Numerics()) -> Float32[Array,
     Raises:
         ValueError: If there are no leaves.
     """
-    return norm_of_tiles({name: tile_sums(leaf, numerics=numerics) for name, leaf in _named(tree).items()})
+    if not (leaves := _named(tree)):
+        raise ValueError("global_norm got no leaves: pass the gradients of the parameters that are trained")
+    return _global_norm(leaves, numerics)
 
 
 def tile_of(shape: tuple[int, ...], numerics: Numerics = Numerics()) -> tuple[int, int]:
@@ -87,6 +92,23 @@ def norm_of_tiles(tiles: Mapping[str, Float32[Array, "*tiles"]]) -> Float32[Arra
     if not tiles:
         raise ValueError("global_norm got no leaves: pass the gradients of the parameters that are trained")
     return kernel.norm_of_tiles([tiles[name] for name in sorted(tiles)])
+
+
+# Compiled once for a tree of shapes, also where it is called step by step outside a jit.
+@functools.partial(jax.jit, static_argnums=1)
+def _global_norm(leaves: dict[str, jax.Array], numerics: Numerics) -> jax.Array:
+    """Tensors of one tile and width go through one region: tiles do not know their neighbours."""
+    alike, tiles = collections.defaultdict(list), {}
+    for name, leaf in leaves.items():
+        alike[tile_of(leaf.shape, numerics), (1, *leaf.shape)[-1], leaf.dtype].append(name)
+    for (tile, width, _), names in alike.items():
+        rows = [leaves[name].reshape(-1, width) for name in names]
+        sums = kernel.tile_sums(jnp.concatenate(rows) if len(rows) > 1 else rows[0], tile)
+        start = 0
+        for name, part in zip(names, rows, strict=True):
+            end = start + part.shape[0] // tile[0]
+            tiles[name], start = sums[start:end], end
+    return norm_of_tiles(tiles)
 
 
 def _named(tree: Any) -> dict[str, jax.Array]:

@@ -86,6 +86,16 @@ def test_the_optax_form_inside_flax_gives_the_same_bits():
     assert_bit_equal(jax.tree.leaves(nnx.as_pure(optimizer.opt_state)), jax.tree.leaves(state))
 
 
+def test_a_tensor_has_the_same_bits_alone_and_among_others():
+    optimizer, tree = optim.AdamW(1e-2, weight_decay=0.1), {"a": random(0, 64, 32), "b": random(1, 7)}
+    tree["large"] = random(2, 1 << 20)  # Joined with no other.
+    grads = jax.tree.map(lambda x: x[::-1], tree)
+    together, _ = optimizer.update(tree, grads, optimizer.init(tree))
+    for name, tensor in tree.items():
+        alone, _ = optimizer.update({name: tensor}, {name: grads[name]}, optimizer.init({name: tensor}))
+        assert_bit_equal(together[name], alone[name])
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_shards_are_updated_to_the_bits_of_the_whole(ranks):
     optimizer = OPTIMIZERS["clipped"]
