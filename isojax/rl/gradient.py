@@ -16,10 +16,9 @@ from isojax.rl.losses import TokenFields, TokenLoss, grpo_loss
 from isojax.rl.packing import Batch, MicroBatch
 from isojax.sampling import Sampling
 from isojax.scoring import score_rows
-from pallas_kernels.elementwise import elementwise
 from pallas_kernels.rows import row_op
 from pallas_kernels.step import Chunks
-from pallas_kernels.tree_sum import sum_tokens
+from pallas_kernels.tree_sum import add_gradients
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ def _micro_gradient(graphdef, params, rest, rows: _Rows, loss: _Loss, sampling: 
         model = nnx.merge(graphdef, params, rest)
         logprobs, entropy = score_rows(model, rows.tokens, rows.targets, rows.chunks, sampling, remat=remat)
         terms = loss.op(logprobs, entropy, rows.mask, rows.weight, *rows.fields)
-        return sum_tokens(terms, Segments(rows.chunks.sequence, count)), (logprobs, entropy)
+        return model.ops.sum_tokens(terms, Segments(rows.chunks.sequence, count)), (logprobs, entropy)
 
     (value, (logprobs, entropy)), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
     return _Sum(grads, value), logprobs, entropy
@@ -147,10 +146,7 @@ def _micro_scores(graphdef, state, rows: _Rows, sampling: Sampling):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _add(a: _Sum, b: _Sum) -> _Sum:
-    def add(x, y):
-        return elementwise("gradient.add", lambda x, y: (x + y,), [x, y], out_dtypes=[x.dtype])[0]
-
-    return jax.tree.map(add, a, b)
+    return jax.tree.map(add_gradients, a, b)
 
 
 class _Tree:

@@ -1,6 +1,6 @@
 """Losses of one token: plain functions that `policy_gradient` runs as a region, row by row."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ class TokenFields(NamedTuple):
     """Under the reference policy; those of the rollout where the batch names no reference."""
 
 
+@runtime_checkable
 class TokenLoss(Protocol):
     """A differentiable function of single tokens: row r of the result depends on row r alone.
 

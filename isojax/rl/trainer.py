@@ -14,7 +14,6 @@ from flax import nnx
 
 from isojax import optim
 from isojax.bits import digest
-from isojax.contract import load
 from isojax.errors import CheckpointError, MismatchError
 from isojax.models import from_pretrained
 from isojax.rl.advantages import group_advantages
@@ -27,7 +26,7 @@ from isojax.rl.parity import Mismatch, Parity, check_parity, compare
 from isojax.rl.report import read_metrics
 from isojax.rl.tasks import Item, Task
 from isojax.samples import Request
-from qwen35_moe import Qwen35Moe
+from qwen35_moe import Qwen35Moe, identity
 
 
 @runtime_checkable
@@ -180,7 +179,7 @@ class Trainer:
     @functools.cached_property
     def contract_digest(self) -> str:
         """Fingerprint of the numerics that trainer and engine share."""
-        return load(self.config.policy.numerics).digest
+        return identity(self.model.config, self.model.ops).digest
 
     def _loss(self):
         loss = self.config.loss

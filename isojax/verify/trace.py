@@ -18,7 +18,10 @@ from pallas_kernels.ops import Ops
 from qwen35_moe import Qwen35Moe, whole_sequences
 
 # Results that are no rows of the step: weights, plans, states, and the rows of experts, which moe_combine gathers.
-_NOT_ROWS = {"cast", "fork", "split", "gather_rows", "grouped_linear", "swiglu", "swiglu_fused", "router", "keep"}
+_NOT_ROWS = {
+    *("cast", "fork", "gather_rows", "gdn_close", "gdn_slots", "grouped_linear", "keep", "logprobs_all", "router"),
+    *("sample", "split", "sum_tokens", "swiglu", "swiglu_fused"),
+}
 _PHASES = {  # One function in two phases has one name.
     "attention_chunks": "attention.core",
     "attention_decode": "attention.core",
@@ -92,7 +95,7 @@ class Trace:
 
         return recorded
 
-    def _take(self, name: str, out: np.ndarray) -> None:
+    def _take(self, name: str, out: jax.Array | np.ndarray) -> None:
         name, layer = _PHASES.get(name, name), self._residuals // 2
         self._residuals += name == "residual_add"
         call = self._calls.get((layer, name), 0)

@@ -103,8 +103,9 @@ def sum_of_one(partials):
 PROBES = {"rms_norm": Probe(rms_norm, norm_args), "segment_sum": Probe(sum_of_one, sum_args)}
 
 
-def identity(contract, probes=PROBES, **settings):
-    return contract.identity(probes, **{"compute_dtype": "bfloat16", "model": {"eps": 1e-6}} | settings)
+def identity(contract, probes=PROBES, *, compute_dtype="bfloat16", model=None):
+    programs = contract.programs(probes, compute_dtype=compute_dtype)
+    return contract.identity(programs, compute_dtype=compute_dtype, model=model or {"eps": 1e-6})
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +270,7 @@ def test_other_words_for_an_order_refuse_each_other(mine, write):
 
 
 def test_exact_and_native_refuse_each_other():
-    native = load("native").identity({}, compute_dtype="bfloat16")
+    native = identity(load("native"), {})
     assert exchange(native, native.to_json()) == native.digest
     posing = dataclasses.replace(native, policy_parts=dict(native.policy_parts) | {"mode": "exact"})
     with pytest.raises(ContractError, match="differs at mode: trainer exact, engine native"):

@@ -25,11 +25,12 @@ def isojax(monkeypatch, capsys):
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["isojax", *map(str, args)])
-        with pytest.raises(SystemExit) as stopped:
+        code = 0
+        try:
             cli.main()
-            sys.exit(0)
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        return code, *capsys.readouterr()
 
     return run
 
