@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from isojax.layouts import round_up
-from pallas_kernels.region import region_call
+from pallas_kernels.mosaic import row_call
+from pallas_kernels.region import region_call, traced_for
 
 _LANES = 128
 
@@ -21,6 +22,7 @@ class Schedule:
 
     rows: int = 64  # Rows of a block.
     width: int = 1024  # Columns of a block, a multiple of 128.
+    gpu_rows: int = 4  # Rows of a program on a GPU.
 
 
 def elementwise(
@@ -52,8 +54,11 @@ def elementwise(
     width = min(schedule.width, round_up(size, _LANES))
     rows = -(-size // width)
     block = min(schedule.rows, rows)
-    rows = round_up(rows, block)
+    on_cpu = traced_for() == "cpu"
+    rows = round_up(rows, block) if on_cpu else rows
     shared = () if scalars is None else (scalars,)
+    out_shape = [jax.ShapeDtypeStruct((rows, width), dtype) for dtype in out_dtypes]
+    flat = [jnp.pad(x.reshape(-1), (0, rows * width - size)).reshape(rows, width) for x in arrays]
 
     def elementwise_kernel(*refs):
         inputs, outputs = refs[: len(arrays) + len(shared)], refs[len(arrays) + len(shared) :]
@@ -64,11 +69,12 @@ def elementwise(
     results = region_call(
         name,
         elementwise_kernel,
-        out_shape=[jax.ShapeDtypeStruct((rows, width), dtype) for dtype in out_dtypes],
+        out_shape=out_shape,
+        gpu=None if on_cpu else row_call(name, fn, flat, shared, out_shape, block=schedule.gpu_rows),
         grid=(rows // block,),
         in_specs=[blocks] * len(arrays) + [pl.BlockSpec(s.shape, lambda i: (0,)) for s in shared],
         out_specs=[blocks] * len(out_dtypes),
-    )(*(jnp.pad(x.reshape(-1), (0, rows * width - size)).reshape(rows, width) for x in arrays), *shared)
+    )(*flat, *shared)
     return tuple(out.reshape(-1)[:size].reshape(shape) for out in results)
 
 

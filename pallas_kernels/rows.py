@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from isojax.layouts import CHUNK, Segments, round_up
+from pallas_kernels.mosaic import row_call
 from pallas_kernels.region import region_call, traced_for
 from pallas_kernels.segment_sum import segment_sum
 
@@ -26,7 +27,7 @@ _BLOCK = CHUNK  # Rows of a block decide bits on the CPU (blocks of 8 and 64 row
 class Schedule:
     """May change the speed of a row-wise op on a GPU, never its bits; the CPU has one block for every case."""
 
-    gpu_rows: int = 4  # Rows of a program, a power of two.
+    gpu_rows: int = 4  # Rows that a program takes one after another.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +80,23 @@ def row_op(
 def _row_op(spec: _Spec, schedule: Schedule, rows, shared, segments):
     del segments
     count = rows[0].shape[0]
-    block = _BLOCK if traced_for() == "cpu" else schedule.gpu_rows
-    blocks = [jax.ShapeDtypeStruct((block, *x.shape[1:]), x.dtype) for x in rows]
+    blocks = [jax.ShapeDtypeStruct((_BLOCK, *x.shape[1:]), x.dtype) for x in rows]
     outs = jax.eval_shape(spec, *blocks, *shared)
+    if traced_for() != "cpu":
+        shapes = [jax.ShapeDtypeStruct((count, *o.shape[1:]), o.dtype) for o in outs]
+        return tuple(row_call(spec.name, spec, rows, shared, shapes, block=schedule.gpu_rows)(*rows, *shared))
 
     def kernel(*refs):
         inputs, outputs = refs[: -len(outs)], refs[-len(outs) :]
         for ref, value in zip(outputs, spec(*(ref[...] for ref in inputs)), strict=True):
             ref[...] = value
 
-    padded = round_up(count, block)
+    padded = round_up(count, _BLOCK)
     results = region_call(
         spec.name,
         kernel,
         out_shape=[jax.ShapeDtypeStruct((padded, *o.shape[1:]), o.dtype) for o in outs],
-        grid=(padded // block,),
+        grid=(padded // _BLOCK,),
         in_specs=[_row_spec(x) for x in blocks] + [_whole_spec(w) for w in shared],
         out_specs=[_row_spec(o) for o in outs],
     )(*(_pad_rows(x, padded) for x in rows), *shared)
@@ -105,7 +108,6 @@ def _forward(spec: _Spec, schedule: Schedule, rows, shared, segments):
 
 
 def _backward(spec: _Spec, schedule: Schedule, residuals, cotangents):
-    del schedule  # Sums over rows have one block on every platform.
     rows, shared, segments = residuals
     count = rows[0].shape[0]
     padded = round_up(count, CHUNK)
@@ -116,32 +118,46 @@ def _backward(spec: _Spec, schedule: Schedule, residuals, cotangents):
     cotangents = [g for g in cotangents if g.dtype != jax.dtypes.float0]
     blocks = padded // CHUNK
 
-    def kernel(*refs):
-        values = [ref[...] for ref in refs[: len(args)]]
-        grads = tuple(ref[...] for ref in refs[len(args) : len(args) + len(cotangents)])
-
+    def pull(values, grads):
         def of_floats(*inputs):
             full = list(values)
             for i, x in zip(floats, inputs, strict=True):
                 full[i] = x
             return tuple(out for out in spec(*full) if _is_float(out))
 
-        _, pull = jax.vjp(of_floats, *(values[i] for i in floats))
-        for ref, grad in zip(refs[len(args) + len(cotangents) :], pull(grads), strict=True):
+        return jax.vjp(of_floats, *(values[i] for i in floats))[1](tuple(grads))
+
+    def kernel(*refs):
+        values = [ref[...] for ref in refs[: len(args)]]
+        grads = [ref[...] for ref in refs[len(args) : len(args) + len(cotangents)]]
+        for ref, grad in zip(refs[len(args) + len(cotangents) :], pull(values, grads), strict=True):
             ref[...] = grad.reshape(ref.shape)
 
+    def row(*values):
+        grads = values[len(rows) : len(rows) + len(cotangents)]
+        return pull([*values[: len(rows)], *values[len(rows) + len(cotangents) :]], grads)
+
+    on_cpu = traced_for() == "cpu"
+    outs = [jax.ShapeDtypeStruct((padded if on_cpu else count, *args[i].shape[1:]), args[i].dtype) for i in row_floats]
+    outs += [jax.ShapeDtypeStruct((blocks, *args[i].shape), args[i].dtype) for i in shared_floats]
     row_blocks = [jax.ShapeDtypeStruct((CHUNK, *x.shape[1:]), x.dtype) for x in (*rows, *cotangents)]
     row_specs = [_row_spec(x) for x in row_blocks]
-    results = region_call(
-        f"{spec.name}.backward",
-        kernel,
-        out_shape=[jax.ShapeDtypeStruct((padded, *args[i].shape[1:]), args[i].dtype) for i in row_floats]
-        + [jax.ShapeDtypeStruct((blocks, *args[i].shape), args[i].dtype) for i in shared_floats],
-        grid=(blocks,),
-        in_specs=row_specs[: len(rows)] + [_whole_spec(w) for w in shared] + row_specs[len(rows) :],
-        out_specs=[row_specs[i] for i in row_floats]
-        + [pl.BlockSpec((1, *args[i].shape), lambda i, n=args[i].ndim: (i,) + (0,) * n) for i in shared_floats],
-    )(*(_pad_rows(x, padded) for x in rows), *shared, *(_pad_rows(g, padded) for g in cotangents))
+    name = f"{spec.name}.backward"
+    if on_cpu:
+        results = region_call(
+            name,
+            kernel,
+            out_shape=outs,
+            grid=(blocks,),
+            in_specs=row_specs[: len(rows)] + [_whole_spec(w) for w in shared] + row_specs[len(rows) :],
+            out_specs=[row_specs[i] for i in row_floats]
+            + [pl.BlockSpec((1, *args[i].shape), lambda i, n=args[i].ndim: (i,) + (0,) * n) for i in shared_floats],
+        )(*(_pad_rows(x, padded) for x in rows), *shared, *(_pad_rows(g, padded) for g in cotangents))
+    else:
+        # Sums over rows have one block on every platform.
+        block = CHUNK if shared_floats else schedule.gpu_rows
+        call = row_call(name, row, (*rows, *cotangents), shared, outs, block=block, num_sums=len(shared_floats))
+        results = call(*rows, *cotangents, *shared)
 
     grads = [None if _is_float(x) else _no_gradient(x) for x in args]
     for i, grad in zip(floats, results, strict=True):

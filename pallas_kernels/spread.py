@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.region import traced_for
 from pallas_kernels.tree_sum import fold_axis
 
 
@@ -22,7 +23,12 @@ def spread(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_axis(x: jax.Array, axis: int) -> jax.Array:
-    """Sums `x` over `axis`, which stays with size 1, in tree order; the gradient is its `spread`."""
+    """Sums `x` over `axis`, which stays with size 1, in tree order; the gradient is its `spread`.
+
+    On a GPU the order is that of `mosaic.layout`: it follows from the size of the axis alone too.
+    """
+    if traced_for() != "cpu":
+        return jnp.sum(x, axis, keepdims=True)
     # The barrier keeps a product that makes `x` from contracting with the first additions.
     return fold_axis(lax.optimization_barrier(x), axis)
 

@@ -5,7 +5,8 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.region import region_call
+from pallas_kernels.mosaic import row_call
+from pallas_kernels.region import region_call, traced_for
 from pallas_kernels.share_over_heads import reference
 
 
@@ -46,7 +47,12 @@ def _backward(heads, num_splits, _, grad):
         sum_ref[...] = reference.head_sum(grad_ref[...], num_splits)
 
     shape = jax.ShapeDtypeStruct(grad.shape[1:], grad.dtype)
-    return (region_call("share_over_heads.backward", kernel, out_shape=shape)(grad),)
+    name = "share_over_heads.backward"
+    if traced_for() != "cpu":
+        fn = lambda one: [reference.head_sum(one[0], num_splits)[None]]
+        out = jax.ShapeDtypeStruct((1, *shape.shape), shape.dtype)
+        return (row_call(name, fn, [grad[None]], [], [out], block=1)(grad[None])[0][0],)
+    return (region_call(name, kernel, out_shape=shape)(grad),)
 
 
 _share.defvjp(lambda heads, num_splits, scale: (_share(heads, num_splits, scale), None), _backward)

@@ -1,0 +1,40 @@
+"""Row-wise regions lower for a GPU. No device is needed: Mosaic GPU chooses layouts and emits code on the CPU."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels.rows import row_op
+from tests.gpu.row_cases import CASES, fan_out, gradient
+
+H200 = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", None, "cuda"))
+
+
+def lowered(fn, *shapes) -> str:
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_wise_region_lowers_through_mosaic_gpu_and_not_through_triton(name):
+    text = lowered(CASES[name].op, *CASES[name].shapes(257, "bfloat16"))
+    assert "mosaic_gpu" in text
+    assert "triton" not in text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_wise_gradient_lowers_through_mosaic_gpu_and_not_through_triton(name):
+    text = lowered(gradient(CASES[name].op), *CASES[name].shapes(65, "bfloat16"))
+    assert "mosaic_gpu" in text
+    assert "triton" not in text
+
+
+def test_the_gradient_of_a_fork_lowers():
+    assert "mosaic_gpu" in lowered(gradient(fan_out), jax.ShapeDtypeStruct((65, 2048), jnp.bfloat16))
+
+
+def test_what_lanes_cannot_do_is_refused_in_words():
+    flip = row_op("flip", lambda x: x.reshape(-1, 2, 64))
+    with pytest.raises(ValueError, match="a row function on a GPU keeps its axes"):
+        lowered(flip, jax.ShapeDtypeStruct((8, 128), jnp.float32))
