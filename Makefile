@@ -47,9 +47,8 @@ check: env ## style, types and the direction of imports
 test: check ## check, then every test that this machine can run
 	$(BIN)/pytest -n 2 --dist loadfile
 
-warmup: env ## compiles bytecode and the demo's programs into .cache, so that what follows starts warm
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
-	$(BIN)/isojax demo > /dev/null
+warmup: env ## makes the small policy of the demo again, the same bytes each time
+	$(BIN)/python -m isojax.rl.warmup checkpoints/arithmetic
 
 clean: ## removes all that make made, the environment and its caches included
 	rm -rf $(VENV) .cache/jax .cache/wheels .pytest_cache .ruff_cache .import_linter_cache build dist

@@ -76,6 +76,7 @@ class Engine(_Section):
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = Field(0.35, gt=0, le=1)
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
     enable_prefix_caching: bool = True
     seed: int = 0
 

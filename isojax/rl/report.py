@@ -78,13 +78,13 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def line_chart(series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> str:
+def line_chart(series: Mapping[str, tuple[Sequence[int | float], Sequence[int | float]]]) -> str:
     """One or two lines over common axes, as inline SVG."""
     xs = [x for line, _ in series.values() for x in line]
     ys = [y for _, line in series.values() for y in line]
     (left, right), (low, high) = _span(xs), _span([0.0, *ys] if min(ys, default=0) >= 0 else ys)
 
-    def point(x: float, y: float) -> str:
+    def point(x: int | float, y: int | float) -> str:
         across = _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - 8)
         down = _HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
         return f"{across:.1f},{down:.1f}"
@@ -107,7 +107,7 @@ def line_chart(series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) ->
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="11" font-family="sans-serif">{"".join(marks)}</svg>'
 
 
-def _span(values: Sequence[float]) -> tuple[float, float]:
+def _span(values: Sequence[int | float]) -> tuple[int | float, int | float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
     return (low, high) if high > low else (low, low + 1.0)
 
