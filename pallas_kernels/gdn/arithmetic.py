@@ -67,7 +67,7 @@ def inverse_row(
 
     Args:
         a: The row of the matrix, zero from `row` on.
-        t: The inverse; rows from `row` on must be finite.
+        t: The inverse; rows from `row` on may hold anything.
         row: Which row, for every head.
         count: At least the greatest `row`.
     """
@@ -75,7 +75,8 @@ def inverse_row(
 
     def subtract(j, x):
         column = lax.dynamic_slice_in_dim(a, j, 1, 1)
-        return x - exact_product(column, lax.dynamic_slice_in_dim(t, j, 1, 1)[:, 0])
+        known = jnp.where(j < row, lax.dynamic_slice_in_dim(t, j, 1, 1)[:, 0], 0.0)
+        return x - exact_product(column, known)
 
     return lax.fori_loop(0, count, subtract, unit)
 

@@ -74,8 +74,7 @@ def row(
         ks, qs = jnp.unstack(product(per_value_head(both, v.shape[0]), cached.state), axis=1)
 
         a = jnp.where(lane < at, beta * kk * between, 0.0)
-        before = jnp.where(lane[:, :, None] < at[:, :, None], cached.t, 0.0)
-        t = inverse_row(a, before, at, jnp.max(offset))
+        t = inverse_row(a, cached.t, at, jnp.max(offset))
         r = written_rows(beta, v, gamma, ks, dtype)
         u = as_operand(product(as_operand(t, dtype)[:, None], insert(cached.r, r, at))[:, 0], dtype)
         inside = product(as_operand(qk * between, dtype)[:, None], insert(cached.u, u, at))[:, 0]
