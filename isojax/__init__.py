@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from isojax.errors import WeightsError as WeightsError
     from isojax.models import from_pretrained as from_pretrained
     from isojax.scoring import logprobs as logprobs
-    from pallas_kernels import collectives as collectives
     from pallas_kernels import ops as ops
 
 _MODULES = {name: f"isojax.{name}" for name in ("audit", "optim", "rl")} | {
-    name: f"pallas_kernels.{name}" for name in ("collectives", "ops")
+    "ops": "pallas_kernels.ops"
 }
 _NAMES = {
     "compare_bits": "isojax.bits",

@@ -1,6 +1,7 @@
 """Rows without an engine: the trainer's forward against every phase, run by hand."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from qwen35_moe import Qwen35Moe
 LENGTHS = (1 + 1, 63, 64, 65, 66, 129, 200, 333)
 """Sequences on both sides of chunk borders, and over several chunks and pages."""
 
+MATES = (1, 7, 33)
 BUDGETS = (1, 63, 64, 65, 100, 256)
 PLANS = (
     Plan("prefill in one piece"),
@@ -34,25 +36,39 @@ PLANS = (
 
 
 def rows(checkpoint: Path, numerics: str) -> Iterator[Row]:
-    """The rows of both compute dtypes."""
+    """The rows of both compute dtypes; gradients, which take longest to compile, in bfloat16 alone."""
     for dtype in ("bfloat16", "float32"):
         model = from_pretrained(checkpoint, numerics=numerics, dtype=dtype)
-        yield from (dataclasses.replace(row, name=f"{dtype} {row.name}") for row in rows_of(model))
+        found = forward_rows(model)
+        if dtype == "bfloat16":
+            found = itertools.chain(found, gradient_rows(model))
+        yield from (dataclasses.replace(row, name=f"{dtype} {row.name}") for row in found)
 
 
-def rows_of(model: Qwen35Moe, lengths: Sequence[int] = LENGTHS) -> Iterator[Row]:
-    """The rows of one model; all are compared with sequences that the trainer scores packed, eight at once."""
+def forward_rows(model: Qwen35Moe, lengths: Sequence[int] = LENGTHS, plans: Sequence[Plan] = PLANS) -> Iterator[Row]:
+    """Every way to score sequences, against the trainer's forward over all of them packed together."""
     sequences = draw(model, lengths)
     batch = as_batch(sequences)
     whole = by_sequence(batch, score(model, batch).logprobs)
     yield from _trainer_rows(model, sequences, batch, whole)
-    yield from _gradient_rows(model, batch, whole)
-    phases = Phases(model, sequences=len(sequences), max_len=max(lengths))
-    for plan in PLANS:
+    phases = Phases(model, sequences=MATES[-1] + 1, max_len=max(lengths))
+    for plan in plans:
         steps = plan.steps([len(ids) - 1 for ids in sequences])
         yield Row.of(plan.name, "direct", phases.run(sequences, steps), whole)
-    for mates in (1, 7, 33):
-        yield _beside(model, sequences, whole, mates)
+    for mates in MATES:
+        yield _beside(phases, sequences[-1][:140], whole[-1][:139], mates)
+
+
+def gradient_rows(model: Qwen35Moe) -> Iterator[Row]:
+    """The gradient and its forward, with other micro-batches and with remat."""
+    batch = as_batch(draw(model, range(66, 120, 7)))
+    whole = by_sequence(batch, score(model, batch).logprobs)
+    grads, scores = policy_gradient(model, batch)
+    yield Row.of("forward of the gradient", "direct", by_sequence(batch, scores.logprobs), whole)
+    for name, other, remat in (("micro-batches of 2", _recut(batch, 2), False), ("remat", batch, True)):
+        found, again = policy_gradient(model, other, remat=remat)
+        yield Row.of(f"gradient, {name}", "direct", nnx.to_pure_dict(found), nnx.to_pure_dict(grads))
+        yield Row.of(f"forward of the gradient, {name}", "direct", by_sequence(batch, again.logprobs), whole)
 
 
 def draw(model: Qwen35Moe, lengths: Sequence[int], seed: int = 193) -> list[np.ndarray]:
@@ -96,31 +112,14 @@ def _trainer_rows(model: Qwen35Moe, sequences: list[np.ndarray], batch: Batch, w
         scores = np.asarray(jitted(state, jnp.asarray(tokens), jnp.asarray(lengths), padding))
         found = [row[start + 1 : start + n] for row, start, n in zip(scores, first, lengths, strict=True)]
         yield Row.of(f"trainer, not packed, {padding}-padded to {width}", "direct", found, whole)
-    backwards = [logprobs(model, jnp.asarray(ids[None]))[0, 1:] for ids in sequences[:3]]
-    yield Row.of("trainer, one sequence, op by op", "direct", [np.asarray(x) for x in backwards], whole[:3])
 
 
-def _gradient_rows(model: Qwen35Moe, batch: Batch, whole: list[np.ndarray]):
-    grads, scores = policy_gradient(model, batch)
-    yield Row.of("forward of the gradient", "direct", by_sequence(batch, scores.logprobs), whole)
-    for name, other, remat in (
-        ("micro-batches of 1", _recut(batch, 1), False),
-        ("micro-batches of 2", _recut(batch, 2), False),
-        ("remat", batch, True),
-    ):
-        found, again = policy_gradient(model, other, remat=remat)
-        yield Row.of(f"gradient, {name}", "direct", nnx.to_pure_dict(found), nnx.to_pure_dict(grads))
-        yield Row.of(f"forward of the gradient, {name}", "direct", by_sequence(batch, again.logprobs), whole)
-
-
-def _beside(model: Qwen35Moe, sequences: list[np.ndarray], whole: list[np.ndarray], mates: int) -> Row:
-    """The last sequence decoded beside `mates` others that come and go."""
-    others = draw(model, [8 + 5 * (i % 7) for i in range(mates)], seed=mates)
-    last = sequences[-1][:140]
-    phases = Phases(model, sequences=mates + 1, max_len=len(last))
+def _beside(phases: Phases, last: np.ndarray, whole: np.ndarray, mates: int) -> Row:
+    """One sequence decoded beside `mates` others that come and go."""
+    rng = np.random.default_rng(mates)
+    others = [rng.integers(0, 256, 8 + 5 * (i % 7), dtype=np.int32) for i in range(mates)]
     steps = Plan("", prompts=20, budget=mates + 40).steps([len(ids) - 1 for ids in (last, *others)])
-    found = phases.run([last, *others], steps)[0]
-    return Row.of(f"decode beside {mates} others", "direct", found, whole[-1][: len(last) - 1])
+    return Row.of(f"decode beside {mates} others", "direct", phases.run([last, *others], steps)[0], whole)
 
 
 def _recut(batch: Batch, sequences: int) -> Batch:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32
 
-from isojax.layouts import CHUNK
+from isojax.layouts import CHUNK, round_up
 from isojax.sampling import Sampling
 from isojax.scoring import score_hidden
 from pallas_kernels.ops import Ops
@@ -49,7 +49,8 @@ class Phases:
         self._programs = Programs(
             config, self.ops, layout, num_slots=sequences, max_len=max_len, vocab=config.vocab_size
         )
-        self._buckets = Buckets.of(sequences, sequences * max_len)
+        # Few shapes: what does not fit in one program runs as several.
+        self._buckets = Buckets(decode=tuple(sorted({8, round_up(sequences, 8)})), chunks=(4, 16))
         self._params = rollout_params(model.params(), config, model.ops)
         self._score = jax.jit(self._scored, static_argnums=3)
 

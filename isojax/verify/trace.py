@@ -56,7 +56,7 @@ class Trace:
         self.values: dict[Key, np.ndarray] = {}
         self._seen: dict[Key, np.ndarray] = {}
         self._length, self._position = length, np.zeros(0, np.int32)
-        self._calls: dict[tuple[int, str], int] = {}
+        self._calls: dict[tuple[int, str, int], int] = {}
         self._residuals = 0
 
     def record(self, ops: Ops) -> Ops:
@@ -96,21 +96,23 @@ class Trace:
         return recorded
 
     def _take(self, name: str, out: jax.Array | np.ndarray) -> None:
-        name, layer = _PHASES.get(name, name), self._residuals // 2
+        layer = self._residuals // 2
         self._residuals += name == "residual_add"
-        call = self._calls.get((layer, name), 0)
-        self._calls[layer, name] = call + 1
-        rows = len(self._position)
-        out = np.asarray(out)
-        if out.ndim > 1 and out.shape[:2] == (rows // CHUNK, CHUNK):
-            out = out.reshape(rows, *out.shape[2:])
-        if len(out) != rows:
+        out, rows = np.asarray(out), len(self._position)
+        if out.ndim > 1 and out.shape[1] == CHUNK and out.shape[0] == rows // CHUNK:
+            out = out.reshape(-1, *out.shape[2:])
+        # A program's rows are decode rows, then blocks of 64; an op sees one part or all.
+        part = {rows: slice(None), rows % CHUNK: slice(rows % CHUNK), rows // CHUNK * CHUNK: slice(rows % CHUNK, None)}
+        if len(out) not in part:
             return
-        out, key = np.ascontiguousarray(out.reshape(rows, -1)), (layer, name, call)
+        positions, calls = self._position[part[len(out)]], (layer, name, len(out))
+        key = layer, _PHASES.get(name, name), self._calls.get(calls, 0)
+        self._calls[calls] = key[2] + 1
+        out = np.ascontiguousarray(out.reshape(len(out), -1))
         values = self.values.setdefault(key, np.zeros((self._length, out.shape[1]), out.dtype))
         seen = self._seen.setdefault(key, np.zeros(self._length, bool))
-        there = self._position >= 0
-        values[self._position[there]], seen[self._position[there]] = out[there], True
+        there = positions >= 0
+        values[positions[there]], seen[positions[there]] = out[there], True
 
 
 def trainer_trace(
