@@ -2,12 +2,16 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from isojax.layouts import Segments
-from pallas_kernels.norm_rope import reference
+from pallas_kernels.region import exact_product
 from pallas_kernels.rows import row_op
 from pallas_kernels.share_over_heads import share_over_heads
+from pallas_kernels.spread import spread, sum_axis
 
 
 def norm_rope(
@@ -21,8 +25,9 @@ def norm_rope(
 ) -> Float[Array, "rows heads head_dim"]:
     """Normalises each head of each row and turns its first 2·half dimensions by the row's position.
 
-    The whole is float32 with one rounding. A row's bits depend on that row alone. The gradient of `scale`
-    sums 64-row partials of each head in the order of `share_over_heads`, then `segment_sum`.
+    Float32 with one rounding; sums in tree order. A head's bits depend on its own values alone, whatever the number
+    of rows and heads. The gradient of `scale` adds 64 rows head by head, follows `segment_sum`, and adds the heads
+    last as `share_over_heads`.
 
     Args:
         x: Queries or keys, bfloat16 or float32.
@@ -42,6 +47,18 @@ def norm_rope(
     return _op(eps)(x, cos, sin, share_over_heads(scale, x.shape[1]), segments=segments)
 
 
+def _rows(x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
+    rows, heads, width = x.shape
+    half = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    factor = lax.rsqrt(sum_axis(wide * wide, -1) / width + eps)
+    normed = wide * spread(factor, -1, width) * spread((1.0 + scale)[None], 0, rows)
+    first, second, rest = normed[..., :half], normed[..., half : 2 * half], normed[..., 2 * half :]
+    cos, sin = (jnp.broadcast_to(table[:, None, :], (rows, heads, half)) for table in (cos, sin))
+    turned = [first * cos - exact_product(second, sin), second * cos + exact_product(first, sin)]
+    return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
+
+
 @functools.cache
 def _op(eps: float):
-    return row_op("norm_rope", functools.partial(reference.norm_rope, eps=eps), num_shared=1, constants=(1, 2))
+    return row_op("norm_rope", functools.partial(_rows, eps=eps), num_shared=1, constants=(1, 2))

@@ -108,6 +108,16 @@ def test_the_rotation_agrees_with_float64():
     assert np.abs(np.asarray(got, np.float64).reshape(want.shape) - want).max() < 1e-5
 
 
+@pytest.mark.parametrize("width", [16, 32])
+def test_a_head_keeps_its_bits_whatever_the_number_of_local_heads(width):
+    x, scale = random(0, 70, 16, width), random(1, width)
+    cos, sin = (jnp.asarray(t)[:70, : width // 4] for t in TABLES)
+    run = jax.jit(lambda x: norm_rope(x, scale, cos, sin))
+    want = run(x)
+    for heads in (1, 2, 8):
+        same(run(x[:, :heads]), want[:, :heads])
+
+
 def test_b025_tables_are_float32_made_from_float64():
     cos, sin = TABLES
     assert cos.dtype == sin.dtype == np.float32
