@@ -11,7 +11,6 @@ from rollout_bridge import platform
 
 platform.use()
 
-import torch  # noqa: E402
 import vllm  # noqa: E402  The platform is chosen before.
 import vllm.envs  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
@@ -135,8 +134,7 @@ class LLM(vllm.LLM):
 
     def close(self) -> None:
         """Frees the engine's memory; it cannot be used afterwards."""
-        with _no_torch_device():
-            self.llm_engine.engine_core.shutdown()
+        self.llm_engine.engine_core.shutdown()
 
     @property
     def _in_process(self) -> bool:
@@ -156,7 +154,7 @@ class LLM(vllm.LLM):
             raise SamplingError("max_tokens is required: without it a sample may end where memory does")
         if params.logprobs is None:
             params.logprobs = 0
-            params.flat_logprobs = params.prompt_logprobs in (None, 0)
+            params.flat_logprobs = params.prompt_logprobs is None
         params.output_kind = RequestOutputKind.FINAL_ONLY
         request_id = str(next(self.request_counter))
         internal = self.llm_engine.add_request(request_id, prompt, params, priority=priority)
@@ -175,8 +173,13 @@ class LLM(vllm.LLM):
         return outputs
 
     def _abort_all(self) -> None:
-        self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
+        """Forgets every request, and steps of them that are still under way."""
         self._sampling.clear()
+        self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
+        steps = self.llm_engine.engine_core.engine_core.batch_queue if self._in_process else None
+        while steps:
+            with contextlib.suppress(IsojaxError):
+                self.llm_engine.step()
 
 
 def _folder(model: Any, tokenizer: str | None, stack: contextlib.ExitStack) -> tuple[Path, str | None]:
@@ -205,17 +208,6 @@ def _environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-@contextlib.contextmanager
-def _no_torch_device() -> Iterator[None]:
-    """vLLM empties torch's device cache when it shuts down; here torch has no device, and must not open one."""
-    empty_cache = torch.accelerator.empty_cache
-    torch.accelerator.empty_cache = lambda: None
-    try:
-        yield
-    finally:
-        torch.accelerator.empty_cache = empty_cache
 
 
 def _own(error: ValidationError) -> IsojaxError | None:

@@ -28,6 +28,10 @@ class JaxPlatform(Platform):
     supported_quantization: list[str] = []  # noqa: RUF012 vLLM declares it so
     additional_env_vars = ["XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR"]  # noqa: RUF012
 
+    def is_cpu(self) -> bool:
+        # Cleaning up, vLLM asks whether torch has a device cache to empty. It has none, and must not open a device.
+        return sys._getframe(1).f_code.co_name == "cleanup_dist_env_and_memory"
+
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float32]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, Int32
 
 import qwen35_moe
@@ -59,7 +60,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Programs of one model over one cache layout.
+    """Programs of one model over one cache layout; `shared` gives engines of one process the same ones.
 
     Attributes:
         config: The model's sizes.
@@ -78,6 +79,12 @@ class Programs:
     max_len: int
     vocab: int
     engine_seed: int = 0
+
+    @classmethod
+    @functools.lru_cache(maxsize=8)
+    def shared(cls, config: Config, ops: Ops, layout: Layout, **settings: int) -> "Programs":
+        """Programs that were made, and compiled, before with these arguments, or new ones."""
+        return cls(config, ops, layout, **settings)
 
     @property
     def pages(self) -> int:
@@ -289,7 +296,7 @@ def _edited(logits: jax.Array, edits: Edits) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write_row(tokens: jax.Array, slot: int, row: jax.Array) -> jax.Array:
+def _write_row(tokens: jax.Array, slot: ArrayLike, row: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(tokens, row[None], (slot, 0))
 
 

@@ -183,7 +183,7 @@ class Runner:
         for request, count in zip(requests, counts, strict=True):
             request.fresh = False
             request.computed += count
-        samples = list(controls.samples[: len(requests)])
+        samples = controls.samples[: len(requests)].tolist()
         return Output([r.name for r in requests], samples, sampled, most + 1, prompts)
 
     def _forward(self, scheduled: dict[str, int]) -> None:

@@ -5,8 +5,9 @@ Rollout weights are the trainer's float32 parameters with every matrix rounded o
 stay float32 and are shared, not copied.
 """
 
+import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -97,13 +98,13 @@ class Weights:
 
     def __init__(self, config: Config, ops: Ops, engine: str):
         self.engine, self.version = engine, 0
-        self._round = jax.jit(lambda params: rollout_params(params, config, ops))
+        self._rounded = _rounding(config, ops)
         shapes = jax.tree.map(
             lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
             param_shapes(config),
             is_leaf=lambda x: isinstance(x, tuple),
         )
-        self._expected = flatten(jax.eval_shape(self._round, shapes))
+        self._expected = flatten(jax.eval_shape(lambda params: rollout_params(params, config, ops), shapes))
         self._params: dict[str, Any] | None = None
         self._digests: dict[str, str] = {}
         self._asleep: dict[str, Any] | None = None
@@ -223,14 +224,26 @@ class Weights:
                 problems.append(f"{name} is {value.dtype}, expected float32 or {expected.dtype}")
         if problems:
             raise WeightsError(f"weights refused, version stays {self.version}: {_listed(problems)}")
-        # Vectors, and in float32 everything, come back as the arrays that they are: shared, not copied.
-        return self._round(unflatten({name: jnp.asarray(value) for name, value in flat.items()}))
+        arrays = {name: jnp.asarray(value) for name, value in flat.items()}
+        # Vectors, and in float32 everything, stay the arrays that they are: shared, not copied.
+        return unflatten(arrays | self._rounded(arrays))
 
     def _commit(self, rollout: dict[str, Any], version: int) -> None:
         self._digests = digests(rollout)
         self._params, self._asleep = rollout, None
         _clocks[self.engine] = clock(self.engine) + 1
         self.version = version
+
+
+@functools.lru_cache(maxsize=8)
+def _rounding(config: Config, ops: Ops) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    @jax.jit
+    def rounded(flat):
+        """The parameters that rollouts keep in another dtype, by dotted name."""
+        rollout = flatten(rollout_params(unflatten(flat), config, ops))
+        return {name: value for name, value in rollout.items() if value.dtype != flat[name].dtype}
+
+    return rounded
 
 
 def _listed(items: list[str], most: int = 12) -> str:

@@ -1,7 +1,6 @@
 """vLLM's worker: one process, one device, our model (VLLM.md, section 4)."""
 
 import dataclasses
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -50,6 +49,9 @@ class JaxWorker(WorkerBase):
     def get_model(self):
         raise IsojaxError("the model is no torch module: use collective_rpc on the worker's methods")
 
+    def get_model_inspection(self) -> str:
+        return f"{self.model.config}, {self.weights.digest[:12]} version {self.weights.version}"
+
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
@@ -87,10 +89,10 @@ class JaxWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
         scheduling = self.scheduler_config
         layout = cache.Layout.of(self.model.config, kv_cache_config)
-        programs = Programs(
-            config=self.model.config,
-            ops=self.model.ops,
-            layout=layout,
+        programs = Programs.shared(
+            self.model.config,
+            self.model.ops,
+            layout,
             num_slots=scheduling.max_num_seqs,
             max_len=self.model_config.max_model_len,
             vocab=self.model.vocab,
@@ -229,6 +231,3 @@ class JaxWorker(WorkerBase):
 
     def shutdown(self) -> None:
         self.runner = None
-        if multiprocessing.parent_process() is not None:
-            # vLLM empties torch's device cache next; torch never opened the device of this process.
-            torch.accelerator.empty_cache = lambda: None

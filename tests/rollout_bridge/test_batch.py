@@ -30,9 +30,7 @@ def rows_of(inputs, pieces_rows, pieces_chunks):
     return found
 
 
-steps = st.lists(
-    st.tuples(st.integers(0, 700), st.integers(1, 300), st.booleans()), min_size=1, max_size=8
-)
+steps = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300), st.booleans()), min_size=1, max_size=8)
 
 
 @settings(max_examples=60, deadline=None)

@@ -39,7 +39,10 @@ def test_the_first_sampled_token_follows_the_prompt():
 @pytest.mark.parametrize("flat", [False, True])
 def test_rows_are_padded_and_values_keep_their_bits(flat):
     value = float(np.float32(-0.69314718))
-    outs = [output(completion([1, 2], [value, -3.0], flat=flat), completion([4], index=1, flat=flat)), output(completion([5, 6, 7]), prompt=(9,))]
+    outs = [
+        output(completion([1, 2], [value, -3.0], flat=flat), completion([4], index=1, flat=flat)),
+        output(completion([5, 6, 7]), prompt=(9,)),
+    ]
     batch = tokens_and_logprobs(outs)
     assert batch["tokens"].tolist() == [[11, 12, 13, 1, 2], [11, 12, 13, 4, 0], [9, 5, 6, 7, 0]]
     assert batch["lengths"].tolist() == [5, 4, 4]
@@ -106,5 +109,5 @@ def test_what_scoring_cannot_recompute_is_refused(options):
 
 @pytest.mark.parametrize("version", [None, "my-label"])
 def test_weights_without_a_version_are_refused(version):
-    with pytest.raises(WeightsError, match="version|label"):
+    with pytest.raises(WeightsError, match=r"version|label"):
         tokens_and_logprobs([output(completion([1], version=version))])
