@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +39,10 @@ class Ops:
     """The executor of each region of the model; signatures as in docs/architecture.md.
 
     Model code calls ops through this object alone, so that what ran is what the contract bound.
+
+    Attributes:
+        contract: What bound them; None for ops put together by hand, which keep no contract.
+        bound: The ops that it bound.
     """
 
     attention_chunks: Op
@@ -71,10 +75,17 @@ class Ops:
     sum_tokens: Op
     swiglu: Op
     swiglu_fused: Op
+    contract: Contract | None = dataclasses.field(default=None, compare=False, repr=False)
+    bound: Mapping[str, Op] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def replace(self, **ops: Op) -> "Ops":
-        """These ops with some exchanged: for experiments and negative controls."""
+        """These ops with some exchanged: for experiments and negative controls. Peers will refuse them by name."""
         return dataclasses.replace(self, **ops)
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """The ops that are not those of the contract, however they came here."""
+        return tuple(name for name, op in self.bound.items() if getattr(self, name) is not op)
 
 
 # For every op the module that has it; its native twin stands in the module's `stock`.
@@ -116,7 +127,7 @@ _WITHOUT_SUMS = ("split", "gdn_slots")
 
 
 def bind(contract: Contract | str) -> Ops:
-    """The ops that a contract names, with the numerics it gives them.
+    """The ops that a contract names, with the numerics it gives them: one object for equal contracts.
 
     Args:
         contract: A contract, or the name of one that isojax ships: `"exact"`, `"native"`.
@@ -124,13 +135,20 @@ def bind(contract: Contract | str) -> Ops:
     Raises:
         ContractError: If there is no such contract, or it says nothing about an op.
     """
-    return _bind(load(contract)) if isinstance(contract, str) else _bind(contract)
+    contract = load(contract) if isinstance(contract, str) else contract
+    digest = contract.digest
+    if digest not in _BOUND:
+        ops = {name: _bind(name, module, contract) for name, module in _MODULES.items()}
+        _BOUND[digest] = Ops(**ops, contract=contract, bound=ops)
+    return _BOUND[digest]
 
 
-def _bind(contract: Contract) -> Ops:
-    if contract.document.mode == "native":
-        return Ops(**{name: getattr(_stock(module), name) for name, module in _MODULES.items()})
-    return Ops(**{name: _with_numerics(name, module, contract) for name, module in _MODULES.items()})
+_BOUND: dict[str, Ops] = {}  # By the digest of the contract's document.
+
+
+def _bind(name: str, module: ModuleType, contract: Contract) -> Op:
+    native = contract.document.mode == "native"
+    return getattr(_stock(module), name) if native else _with_numerics(name, module, contract)
 
 
 def _stock(module: ModuleType) -> ModuleType:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -48,10 +49,7 @@ def canonical(value: Any, where: str, nested: Callable[[Any], JSON]) -> JSON:
     Raises:
         ContractError: If its type is not known: a digest that skipped it would promise too much.
     """
-
-    def again(item: Any) -> JSON:
-        return canonical(item, where, nested)
-
+    again = functools.partial(canonical, where=where, nested=nested)
     match value:
         case None | bool() | str():
             return value

@@ -109,41 +109,50 @@ class Contract:
 
     def identity(
         self,
-        probes: Mapping[str, Probe],
+        programs: Mapping[str, str],
         *,
         compute_dtype: str,
         model: Mapping[str, Any] | None = None,
-        platform: str | None = None,
     ) -> Identity:
         """What a peer must share: the function, orders and precisions with the programs themselves, the deployment.
 
-        Every op is traced forward, and its gradient where it has regions in one; nothing
-        is computed. A native contract promises no programs and takes no probes.
-
         Args:
-            probes: How to trace each op of the document, by name.
+            programs: The digests of its `programs`.
             compute_dtype: The model's, `bfloat16` or `float32`.
             model: The model's configuration, as JSON types; floats are kept by their bits.
-            platform: Whose programs; by default those of the default backend.
 
         Raises:
-            ContractError: If a probe is missing or superfluous, a program runs a region that is not in the document, a
-                region of the document runs in no program, or compiler flags can change roundings.
+            ContractError: If compiler flags can change roundings.
         """
         refuse_rounding_flags()
         document = self.document
-        platform = jaxprs.platform_name(platform)
         semantic = {"model": sha256(_plain(dict(model or {}))), "compute_dtype": compute_dtype}
         policy = {"mode": document.mode}
         for name, op in document.ops.items():
             semantic[name] = sha256({"computes": op.computes, "phases": list(op.phases)})
             numerics = {"numerics": op.numerics, "same_as": op.same_as}
             policy[name] = sha256(_plain(numerics | {r: region.model_dump() for r, region in op.regions.items()}))
-        if document.mode == "exact":
-            policy |= self._programs(probes, np.dtype(compute_dtype), platform)
-        return Identity(document.name, semantic, policy, deployment_facts())
+        return Identity(document.name, semantic, policy | dict(programs), deployment_facts())
 
-    def _programs(self, probes: Mapping[str, Probe], dtype: np.dtype, platform: str) -> dict[str, str]:
+    def programs(
+        self, probes: Mapping[str, Probe], *, compute_dtype: str, platform: str | None = None
+    ) -> dict[str, str]:
+        """The digest of the program of every op, and of its gradient where it has regions in one.
+
+        Nothing is computed: ops are traced. A native contract promises no programs and has none.
+
+        Args:
+            probes: How to trace each op of the document, by name.
+            compute_dtype: The model's, `bfloat16` or `float32`.
+            platform: Whose programs; by default those of the default backend.
+
+        Raises:
+            ContractError: If a probe is missing or superfluous, a program runs a region that is not in the document, or
+                a region of the document runs in no program.
+        """
+        if self.document.mode == "native":
+            return {}
+        dtype, platform = np.dtype(compute_dtype), jaxprs.platform_name(platform)
         missing, unknown = set(self.document.ops) - set(probes), set(probes) - set(self.document.ops)
         if missing or unknown:
             absent, odd = (", ".join(sorted(group)) or "none" for group in (missing, unknown))

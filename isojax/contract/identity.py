@@ -1,13 +1,14 @@
 """What peers compare before a token is used."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isojax.contract.canonical import sha256
 from isojax.errors import ContractError
 
 _GROUPS = ("semantic", "numerical_policy", "deployment")
+_REPLACED = "replaced ops"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,13 @@ class Identity:
     def digest(self) -> str:
         """SHA-256 of all three."""
         return sha256([self.semantic, self.numerical_policy, self.deployment])
+
+    def with_replaced(self, ops: Sequence[str]) -> "Identity":
+        """This identity for a process that runs other `ops` than the contract's: `exchange` refuses it, if there are any.
+
+        It goes to the peer like any other, so that both sides tell which ops these are.
+        """
+        return dataclasses.replace(self, policy_parts={**self.policy_parts, _REPLACED: ", ".join(ops)}) if ops else self
 
     def parts(self) -> dict[str, Mapping[str, str]]:
         """The parts under the names of the three digests."""
@@ -93,11 +101,17 @@ def exchange(mine: Identity, theirs: Any, *, sides: tuple[str, str] = ("trainer"
         The digest that both have.
 
     Raises:
-        ContractError: Names the first part that differs, with both values.
+        ContractError: Names the first part that differs, with both values, or the ops that a side replaced.
     """
     if theirs is None:
         raise ContractError(f"{sides[1]} sent no identity: it runs without a contract, which {sides[0]} refuses")
     theirs = theirs if isinstance(theirs, Identity) else Identity.from_json(theirs)
+    for side, identity in zip(sides, (mine, theirs), strict=True):
+        if ops := identity.policy_parts.get(_REPLACED):
+            raise ContractError(
+                f"{side} does not run the ops of contract {identity.contract}: {ops} replaced; bind the contract and"
+                " leave its ops as they are"
+            )
     other = theirs.parts()
     for group, parts in mine.parts().items():
         for name in [*parts, *(n for n in other[group] if n not in parts)]:

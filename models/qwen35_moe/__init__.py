@@ -3,6 +3,7 @@
 from qwen35_moe.cache import Cache, Placement, init_cache, page_tokens
 from qwen35_moe.config import Config
 from qwen35_moe.forward import forward, logits, tie
+from qwen35_moe.identity import identity
 from qwen35_moe.model import Qwen35Moe, init_params, param_shapes, rollout_params
 from qwen35_moe.step import Chunks, Decode, Residency, Step, whole_sequences
 
@@ -16,6 +17,7 @@ __all__ = [
     "Residency",
     "Step",
     "forward",
+    "identity",
     "init_cache",
     "init_params",
     "logits",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from isojax.layouts import Segments
+from pallas_kernels.elementwise import elementwise
 from pallas_kernels.segment_sum import segment_sum
 from pallas_kernels.tree_sum import kernel
 from pallas_kernels.tree_sum.kernel import Schedule
@@ -57,6 +58,11 @@ def sum_tokens(values: Float32[Array, " rows"], segments: Segments | None = None
         ValueError: If `values` and `segments` disagree on the number of blocks.
     """
     return _sum_tokens(values.shape[0], values, segments or Segments.one(values.shape[0]))
+
+
+def add_gradients(a: Float32[Array, "*shape"], b: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`a + b`: two sums over sequences become one. In which order they meet is the caller's part of the contract."""
+    return elementwise("add_gradients", lambda x, y: (x + y,), [a, b], out_dtypes=[a.dtype])[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
