@@ -6,7 +6,7 @@ from typing import Literal
 
 from isojax.contract import load
 from isojax.errors import CheckpointError
-from pallas_kernels.ops import bind
+from pallas_kernels.binding import bind
 from qwen35_moe import Config, Qwen35Moe
 from qwen35_moe.checkpoint import load_params
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32, Int, Int32
 
 from isojax.layouts import CHUNK, round_up
 from isojax.sampling import Sampling
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from pallas_kernels.step import Chunks
 from qwen35_moe import Config, Qwen35Moe, Step, forward, logits, tie
 

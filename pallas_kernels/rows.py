@@ -16,8 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from isojax.layouts import CHUNK, Segments, round_up
-from pallas_kernels.mosaic import row_call
-from pallas_kernels.region import region_call, traced_for
+from pallas_kernels.region import mosaic, region_call, traced_for
 from pallas_kernels.segment_sum import segment_sum
 
 _BLOCK = CHUNK  # Rows of a block decide bits on the CPU (blocks of 8 and 64 rows differ): one block for every case.
@@ -76,6 +75,11 @@ def row_op(
     return functools.wraps(fn)(op)
 
 
+def rowwise(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """An op of one's own: `fn` in `jnp` over blocks of rows, as a region with its gradient; a decorator of `row_op`."""
+    return row_op(fn.__name__, fn)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _row_op(spec: _Spec, schedule: Schedule, rows, shared, segments):
     del segments
@@ -84,7 +88,8 @@ def _row_op(spec: _Spec, schedule: Schedule, rows, shared, segments):
     outs = jax.eval_shape(spec, *blocks, *shared)
     if traced_for() != "cpu":
         shapes = [jax.ShapeDtypeStruct((count, *o.shape[1:]), o.dtype) for o in outs]
-        return tuple(row_call(spec.name, spec, rows, shared, shapes, block=schedule.gpu_rows)(*rows, *shared))
+        call = mosaic().row_call(spec.name, spec, rows, shared, shapes, block=schedule.gpu_rows)
+        return tuple(call(*rows, *shared))
 
     def kernel(*refs):
         inputs, outputs = refs[: -len(outs)], refs[-len(outs) :]
@@ -156,8 +161,9 @@ def _backward(spec: _Spec, schedule: Schedule, residuals, cotangents):
     else:
         # Sums over rows have one block on every platform.
         block = CHUNK if shared_floats else schedule.gpu_rows
-        call = row_call(name, row, (*rows, *cotangents), shared, outs, block=block, num_sums=len(shared_floats))
-        results = call(*rows, *cotangents, *shared)
+        of_rows = (*rows, *cotangents)
+        call = mosaic().row_call(name, row, of_rows, shared, outs, block=block, num_sums=len(shared_floats))
+        results = call(*of_rows, *shared)
 
     grads = [None if _is_float(x) else _no_gradient(x) for x in args]
     for i, grad in zip(floats, results, strict=True):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import torch
 
 from isojax.errors import IsojaxError
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from qwen35_moe.cache import Placement, init_cache
 from qwen35_moe.config import CONV_TAPS, Config, layer_type
 

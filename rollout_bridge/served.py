@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from isojax.contract import load
 from isojax.errors import ConfigError
-from pallas_kernels.ops import Ops, bind
+from pallas_kernels.binding import Ops, bind
 from qwen35_moe.checkpoint import load_params
 from qwen35_moe.config import Config
 from qwen35_moe.model import rollout_params

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from isojax.errors import WeightsError
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from qwen35_moe.config import Config
 from qwen35_moe.model import param_shapes, rollout_params
 

@@ -21,7 +21,7 @@ from isojax.rl.tasks import Item, Task
 from isojax.rl.tokenizer import PADDED_VOCAB, byte_tokenizer
 from isojax.samples import Sample
 from isojax.sampling import Sampling
-from pallas_kernels.ops import bind
+from pallas_kernels.binding import bind
 from qwen35_moe import Config, Qwen35Moe, init_params
 from qwen35_moe.checkpoint import export
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int32
 from isojax.layouts import CHUNK, round_up
 from isojax.sampling import Sampling
 from isojax.scoring import score_hidden
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from qwen35_moe import Placement, Qwen35Moe, page_tokens, rollout_params, tie
 from rollout_bridge.batch import Buckets, Piece, Tables, pack, passes, piece
 from rollout_bridge.cache import Layout

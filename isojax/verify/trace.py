@@ -14,7 +14,7 @@ from isojax.rl.parity import Mismatch
 from isojax.sampling import Sampling
 from isojax.scoring import score_rows
 from isojax.verify.phases import Phases
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from qwen35_moe import Qwen35Moe, whole_sequences
 
 # Results that are no rows of the step: weights, plans, states, and the rows of experts, which moe_combine gathers.

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from isojax.layouts import CHUNK
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from qwen35_moe.cache import kv_view, write_kv
 from qwen35_moe.config import Config
 from qwen35_moe.context import Context

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32, UInt
 
 from isojax.layouts import CHUNK, round_up
 from isojax.pytrees import pytree
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from qwen35_moe.config import PERIOD, Config
 
 _WORDS = {"bfloat16": jnp.uint16, "float32": jnp.uint32}

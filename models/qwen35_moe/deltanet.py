@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from isojax.layouts import CHUNK
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from qwen35_moe.cache import Slots, state_shape
 from qwen35_moe.config import Config
 from qwen35_moe.context import Context

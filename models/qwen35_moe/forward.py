@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from qwen35_moe.attention import attention_mixer
 from qwen35_moe.cache import Cache
 from qwen35_moe.config import PERIOD, Config, is_attention

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from isojax.contract import Identity
 from isojax.errors import ContractError
 from isojax.jaxprs import platform_name
-from pallas_kernels.ops import Ops, bind
+from pallas_kernels.binding import Ops, bind
 from qwen35_moe.config import Config
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, UInt
 
 from isojax.layouts import CHUNK
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from qwen35_moe.cache import Slots, read_state, state_shape, write_state
 from qwen35_moe.config import Config
 from qwen35_moe.context import Context

@@ -12,7 +12,7 @@ import pytest
 from isojax import trees
 from isojax.contract import Contract, exchange, gradient_digest, load
 from isojax.errors import ContractError
-from pallas_kernels.ops import Ops, bind
+from pallas_kernels.binding import Ops, bind
 from pallas_kernels.probes import probes
 from pallas_kernels.rms_norm import stock
 from qwen35_moe import identity
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 IN_ANOTHER_PROCESS = """
 import json, sys
 from tests.qwen35_moe.tiny import config
-from pallas_kernels.ops import bind
+from pallas_kernels.binding import bind
 from qwen35_moe import identity
 json.dump(identity(config("bfloat16"), bind("exact")).to_json(), sys.stdout)
 """
@@ -34,7 +34,7 @@ def mine():
     return identity(config("bfloat16"), bind("exact"))
 
 
-FEW = ("row_linear", "rms_norm", "segment_sum")
+FEW = ("cast", "row_linear", "rms_norm", "segment_sum")
 
 
 def of_few(contract=None, compute_dtype="bfloat16", platform=None):

@@ -5,7 +5,7 @@ import numpy as np
 from flax import nnx
 
 from isojax.layouts import Segments
-from pallas_kernels.ops import Ops, bind
+from pallas_kernels.binding import Ops, bind
 
 VOCAB, WIDTH = 320, 64
 
