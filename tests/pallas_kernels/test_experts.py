@@ -100,7 +100,7 @@ def test_segments_of_another_batch_are_refused():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pads_and_the_tail_are_zero(dtype):  # B076
+def test_b076_pads_and_the_tail_are_zero(dtype):
     plan = make_plan(random_experts(70), EXPERTS)
     x = random(0, 70, 32, dtype=dtype)
     pairs = np.asarray(jax.jit(gather_rows)(x, plan))
@@ -199,7 +199,7 @@ def test_float32_weights_are_rounded_to_the_dtype_of_the_pairs():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_tokens_to_one_expert_leave_nothing_unwritten(dtype):  # B074
+def test_b074_all_tokens_to_one_expert_leave_nothing_unwritten(dtype):
     plan = make_plan(jnp.full((70, 1), 2, jnp.int32), EXPERTS)
     pads = (plan.row == 70)[:, None]
     x = jnp.where(pads, jnp.nan, gather_rows(random(0, 70, 32, dtype=dtype), plan))

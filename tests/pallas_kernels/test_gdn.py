@@ -44,7 +44,7 @@ def test_pieces_cut_anywhere_have_the_bits_of_the_whole(dtype):
 
 
 @dtypes
-def test_decode_token_by_token_has_the_bits_of_whole_chunks(dtype):
+def test_b056_decode_token_by_token_has_the_bits_of_whole_chunks(dtype):
     """B056: one definition for trainer and engine. Rows of requests that have ended are NaN."""
     sequences = [sequence(length, dtype, seed) for seed, length in enumerate(LENGTHS)]
     outputs, state, slots = token_by_token(sequences)
@@ -62,7 +62,7 @@ def test_other_heads_and_widths_have_the_same_bits_in_both_forms(sizes):
 
 
 @dtypes
-def test_prefill_of_t_tokens_equals_prefill_of_t_minus_1_and_one_decode_step(dtype):
+def test_b053_prefill_of_t_tokens_equals_prefill_of_t_minus_1_and_one_decode_step(dtype):
     """B053: rows that pad a chunk update neither its state nor its rows."""
     rows = sequence(140, dtype)
     want = whole(rows)[0]
@@ -76,7 +76,7 @@ def test_prefill_of_t_tokens_equals_prefill_of_t_minus_1_and_one_decode_step(dty
 
 
 @dtypes
-def test_sequences_do_not_see_each_other_nor_padding(dtype):
+def test_b067_sequences_do_not_see_each_other_nor_padding(dtype):
     """B067: rows that are absent hold NaN."""
     sequences = [sequence(length, dtype, seed) for seed, length in enumerate(LENGTHS)]
     blocked, chunks = packed(sequences, blocks=14, num_sequences=7)

@@ -53,7 +53,7 @@ def test_values_and_gradients_agree_with_float64(dtype, tolerance):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_zero_rows_stay_zero_and_have_finite_gradients(dtype):
+def test_b068_zero_rows_stay_zero_and_have_finite_gradients(dtype):
     """B068: pad rows are all zero; x / |x| without the epsilon under the root has no gradient there."""
     x, cotangent = heads_of(70, 3, 32, dtype).at[64:].set(0), heads_of(70, 3, 32, dtype, seed=1)
     out, grad = with_gradient(x, cotangent.at[65:].set(0))

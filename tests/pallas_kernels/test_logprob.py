@@ -64,7 +64,7 @@ def test_a_larger_program_around_it_changes_nothing():
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_both_are_those_of_the_scaled_logits(temperature):  # B077
+def test_b077_both_are_those_of_the_scaled_logits(temperature):
     logits, targets = scores(), words()
     value, entropy = score(logits, targets, temperature=temperature)
     want = in_float64(logits, temperature)
@@ -72,7 +72,7 @@ def test_both_are_those_of_the_scaled_logits(temperature):  # B077
     np.testing.assert_allclose(entropy, entropy_of(want), rtol=1e-5, atol=1e-5)
 
 
-def test_scoring_again_at_the_temperature_of_the_rollout_gives_the_same_bits():  # B079
+def test_b079_scoring_again_at_the_temperature_of_the_rollout_gives_the_same_bits():
     logits, targets = scores(33), words(33)
     one_by_one = [score(logits[i : i + 1], targets[i : i + 1], temperature=jnp.full(1, 0.7))[0] for i in range(33)]
     again, _ = score(logits, targets, temperature=0.7)
@@ -91,7 +91,7 @@ def test_the_whole_row_has_the_bits_of_every_target(vocab):
     np.testing.assert_allclose(np.exp(np.asarray(everything, np.float64)).sum(axis=1), 1, rtol=1e-6)
 
 
-def test_the_value_after_three_words_is_that_of_the_third_row():  # B088
+def test_b088_the_value_after_three_words_is_that_of_the_third_row():
     logits, drawn = scores(3), jnp.asarray([42], jnp.int32)
     value, _ = score(logits[2:3], drawn, temperature=1.0)
     np.testing.assert_allclose(value[0], in_float64(logits, 1.0)[2, 42], rtol=2e-6)
@@ -153,7 +153,7 @@ def test_the_stock_log_softmax_does_not_keep_bits():
 # Padded words and masks
 
 
-def test_padded_words_do_not_exist():  # B091
+def test_b091_padded_words_do_not_exist():
     logits, targets = scores(65, 512), words(65, 500)
     want = score(logits.at[:, 500:].set(0), targets, temperature=0.7, vocab=500)
     for padding in (1e30, jnp.inf, jnp.nan):
@@ -166,7 +166,7 @@ def test_padded_words_do_not_exist():  # B091
     assert np.isneginf(beyond).all()
 
 
-def test_the_mask_is_part_of_the_definition():  # B080
+def test_b080_the_mask_is_part_of_the_definition():
     logits, targets = scores(), words()
     keep = jax.random.bernoulli(jax.random.key(3), 0.2, logits.shape).at[jnp.arange(65), targets].set(True)
     value, entropy = score(logits, targets, temperature=0.7, keep=keep)
@@ -201,7 +201,7 @@ def test_a_mask_set_by_minus_infinity_leaves_everything_finite():
 
 
 @pytest.mark.parametrize("keeping", ["everything", "everything but it", "no mask"])
-def test_one_bad_logit_shows_in_the_whole_row_and_in_no_other(keeping):  # B085
+def test_b085_one_bad_logit_shows_in_the_whole_row_and_in_no_other(keeping):
     logits, targets = scores(9), words(9)
     keep = None if keeping == "no mask" else jnp.ones(logits.shape, bool).at[3, 77].set(keeping == "everything")
     clean = score(logits, targets, temperature=0.7)[0]
@@ -263,7 +263,7 @@ def test_the_list_of_all_words_refuses_to_be_differentiated():
 # Lists for an engine
 
 
-def test_the_list_names_no_word_twice_beside_the_drawn_one():  # B083
+def test_b083_the_list_names_no_word_twice_beside_the_drawn_one():
     logprobs = score_all(scores(33), temperature=1.0)
     best = np.argsort(-np.asarray(logprobs), axis=1, kind="stable")
     for place in (0, 3, 100):  # Inside and outside the five likeliest.

@@ -234,7 +234,7 @@ def test_gradients_of_a_batch_are_the_tree_over_its_sequences(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_in_rows_that_are_no_tokens_reaches_no_expert(dtype):  # B073
+def test_b073_nan_in_rows_that_are_no_tokens_reaches_no_expert(dtype):
     w, x, cotangent = parameters(dtype), random(8, 64, EMBED, dtype=dtype), random(9, 64, EMBED, dtype=dtype)
     valid = jnp.arange(64) < 50
     pads = ~valid[:, None]

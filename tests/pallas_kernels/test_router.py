@@ -48,7 +48,7 @@ def test_a_row_keeps_its_bits_in_any_company():
 
 
 @pytest.mark.parametrize("of", [router, reference.router, stock.router], ids=["region", "reference", "stock"])
-def test_experts_with_equal_gate_rows_are_chosen_lowest_first(of):  # B070
+def test_b070_experts_with_equal_gate_rows_are_chosen_lowest_first(of):
     rng = np.random.default_rng(0)
     gate = rng.standard_normal((EXPERTS, 32)).astype(np.float32)
     gate[[11, 5]] = gate[2]
@@ -67,7 +67,7 @@ def test_a_row_of_equal_logits_takes_the_first_experts():
     np.testing.assert_array_equal(experts, np.tile(np.arange(TOP_K), (3, 1)))
 
 
-def test_the_selection_follows_float32_scores():  # B071
+def test_b071_the_selection_follows_float32_scores():
     logits = jnp.zeros((2, EXPERTS)).at[:, 3].set(1.0).at[0, 9].set(1.0 + 1e-4).at[1, 9].set(1.0 - 1e-4)
     _, experts = route(logits, top_k=1)
     np.testing.assert_array_equal(experts, [[9], [3]])
@@ -75,7 +75,7 @@ def test_the_selection_follows_float32_scores():  # B071
     np.testing.assert_array_equal(rounded, [[3], [3]])  # What selecting from bfloat16 would have done.
 
 
-def test_rows_that_are_no_tokens_may_hold_nan():  # B073
+def test_b073_rows_that_are_no_tokens_may_hold_nan():
     logits, cotangent = random_logits(70), jax.random.normal(jax.random.key(1), (70, TOP_K))
     valid = jnp.arange(70) % 3 != 1
     poisoned = jnp.where(valid[:, None], logits, jnp.nan)

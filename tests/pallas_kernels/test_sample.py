@@ -67,7 +67,7 @@ def test_every_word_of_a_key_matters():
     assert len(seen) == 1 + 5 * 6  # Each field meets its own base value once.
 
 
-def test_a_seed_is_kept_beside_neighbours_without_one():  # B010
+def test_b010_a_seed_is_kept_beside_neighbours_without_one():
     seeds, has = jnp.full(9, 7), jnp.arange(9) == 4
     alone = keys_of(1, request=0, update=2, user_seed=seeds[:1], has_user_seed=jnp.ones(1, bool))
     among = keys_of(9, update=5, user_seed=seeds, has_user_seed=has)
@@ -79,7 +79,7 @@ def test_a_seed_is_kept_beside_neighbours_without_one():  # B010
     assert differing(among[4:5], unseeded[4:5])
 
 
-def test_samples_of_a_request_differ_and_come_again():  # B011
+def test_b011_samples_of_a_request_differ_and_come_again():
     logits = jnp.zeros((8, 300))
 
     def group():
@@ -130,7 +130,7 @@ def test_frequencies_are_the_probabilities():
     assert (np.abs(seen - count * p) < 5 * np.sqrt(count * p * (1 - p))).all()
 
 
-def test_no_padded_word_is_drawn_in_a_hundred_thousand_hot_draws():  # B091
+def test_b091_no_padded_word_is_drawn_in_a_hundred_thousand_hot_draws():
     count, vocab = 100_000, 77
     logits = jnp.broadcast_to(jnp.zeros(128).at[vocab:].set(9.0), (count, 128))
     drawn = np.asarray(draw(logits, keys_of(count), jnp.full(count, 5.0), vocab=vocab))
@@ -228,7 +228,7 @@ def test_a_bad_logit_survives_truncation():
         np.testing.assert_array_equal(np.isnan(value), np.arange(9) == 3)
 
 
-def test_the_drawn_word_always_has_a_probability():  # B080
+def test_b080_the_drawn_word_always_has_a_probability():
     logits = scores(640, 300)
     keep = mask(logits, **settings(640, top_k=20, top_p=0.9))
     drawn = draw(logits, keys_of(640), jnp.full(640, 0.8), keep)

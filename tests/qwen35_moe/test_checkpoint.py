@@ -91,7 +91,7 @@ def test_the_seeded_weights_are_those_of_the_reference_model():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_brings_back_every_bit_and_name(layout, tmp_path):
+def test_b103_every_layout_brings_back_every_bit_and_name(layout, tmp_path):
     export(tmp_path / "a", tiny.params(), tiny.config(), layout=layout, dtype="float32")
     params, manifest = load_params(tmp_path / "a", tiny.config())
     assert_same_bits(params, tiny.params())
@@ -190,7 +190,7 @@ def test_a_released_folder_loads_in_the_multimodal_class_of_transformers(tmp_pat
 
 
 @pytest.mark.parametrize("inner", [True, False])
-def test_the_text_model_says_whether_its_head_is_tied(inner, tmp_path):
+def test_b094_the_text_model_says_whether_its_head_is_tied(inner, tmp_path):
     config = Config.from_hf(wrapped(tiny.MOE | {"tie_word_embeddings": inner}, tie_word_embeddings=not inner))
     assert ("lm_head",) in leaf_shapes(config) or inner
     params = {k: v for k, v in tiny.params().items() if k != "lm_head" or not inner}
@@ -238,7 +238,7 @@ def test_mixed_forms_of_names_are_refused(released, tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 1_000_000])
-def test_a_shard_that_was_cut_is_refused_by_the_names_in_it(released, cut, tmp_path):
+def test_b106_a_shard_that_was_cut_is_refused_by_the_names_in_it(released, cut, tmp_path):
     copy_folder(released, tmp_path)
     shard = tmp_path / "model-00002-of-00003.safetensors"
     content = shard.read_bytes()
@@ -256,7 +256,7 @@ def test_a_shard_that_was_cut_is_refused_by_the_names_in_it(released, cut, tmp_p
         load_params(tmp_path, Config.from_hf(released))
 
 
-def test_a_shard_that_is_a_link_is_accepted(released, tmp_path):
+def test_b106_a_shard_that_is_a_link_is_accepted(released, tmp_path):
     copy_folder(released, tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
     for file in (tmp_path / "blobs").iterdir():
