@@ -61,6 +61,24 @@ def dtype_signature(
     ]
 
 
+class _Barriers:
+    """Which variables of a program come out of a barrier, and which something else than a barrier reads."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self.fenced: set[Var] = set()
+        self.read = {v for v in jaxpr.outvars if isinstance(v, Var)}
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "optimization_barrier":
+                self.fenced.update(eqn.outvars)
+            else:
+                self.read.update(v for v in eqn.invars if isinstance(v, Var))
+
+    def separate(self, eqn: JaxprEqn) -> bool:
+        """Whether barriers alone feed `eqn` and alone read it, so that XLA cannot fuse its interpreted body."""
+        inputs = all(isinstance(atom, Literal) or atom in self.fenced for atom in eqn.invars)
+        return inputs and not self.read.intersection(v for v in eqn.outvars if not isinstance(v, DropVar))
+
+
 class _Walk:
     def __init__(self, platform: str):
         self.platform = platform
@@ -68,9 +86,10 @@ class _Walk:
         self.regions: Counter[str] = Counter()
 
     def program(self, jaxpr: Jaxpr, path: tuple[str, ...], constants: set[Var], *, live: bool) -> None:
+        barriers = _Barriers(jaxpr)
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in jaxprs.REGIONS:
-                self.region(eqn, jaxpr, path, live)
+                self.region(eqn, barriers, path, live)
             elif jaxprs.is_container(eqn):
                 for part in jaxprs.parts(eqn, self.platform):
                     inner = {
@@ -84,32 +103,19 @@ class _Walk:
             elif all(rules.is_constant(atom, constants) for atom in eqn.invars):
                 constants.update(eqn.outvars)
 
-    def region(self, eqn: JaxprEqn, jaxpr: Jaxpr, path: tuple[str, ...], live: bool) -> None:
+    def region(self, eqn: JaxprEqn, barriers: _Barriers, path: tuple[str, ...], live: bool) -> None:
         name = jaxprs.region_name(eqn)
         if name is None:
             self.found(eqn, path, "a kernel without a name", "region_call with the region's name")
         elif live:
             self.regions[name] += 1
-        if eqn.params.get("interpret") and not _between_barriers(eqn, jaxpr):
+        if eqn.params.get("interpret") and not barriers.separate(eqn):
             self.found(eqn, path, f"interpreted kernel {name} without barriers", "region_call, which puts them there")
 
     def found(self, eqn: JaxprEqn, path: tuple[str, ...], problem: str, use: str) -> None:
         operands, results = (tuple(map(jaxprs.shape_text, atoms)) for atoms in (eqn.invars, eqn.outvars))
         name = eqn.primitive.name
         self.findings[Finding(name, operands, results, *jaxprs.source(eqn), path, problem, use)] += 1
-
-
-def _between_barriers(eqn: JaxprEqn, jaxpr: Jaxpr) -> bool:
-    """Whether barriers alone feed `eqn` and alone read it, so that XLA cannot fuse its interpreted body."""
-    barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
-    fenced = {v for barrier in barriers for v in barrier.outvars}
-    inputs = all(isinstance(atom, Literal) or atom in fenced for atom in eqn.invars)
-    results = {v for v in eqn.outvars if not isinstance(v, DropVar)}
-    others = [e for e in jaxpr.eqns if e not in barriers]
-    readers = {v for e in others for v in e.invars if isinstance(v, Var)} | {
-        v for v in jaxpr.outvars if isinstance(v, Var)
-    }
-    return inputs and not results & readers
 
 
 def _dtypes(atoms: Sequence[Any]) -> tuple[str, ...]:

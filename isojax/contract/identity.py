@@ -48,9 +48,9 @@ class Identity:
         return sha256([self.semantic, self.numerical_policy, self.deployment])
 
     def with_replaced(self, ops: Sequence[str]) -> "Identity":
-        """This identity for a process that runs other `ops` than the contract's: `exchange` refuses it, if there are any.
+        """This identity, of a process that runs other `ops` than the contract's. If there are any, `exchange` refuses it.
 
-        It goes to the peer like any other, so that both sides tell which ops these are.
+        It goes to the peer like any other, so that both sides can tell which ops these are.
         """
         return dataclasses.replace(self, policy_parts={**self.policy_parts, _REPLACED: ", ".join(ops)}) if ops else self
 
