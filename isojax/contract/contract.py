@@ -84,7 +84,8 @@ class Contract:
         Raises:
             ContractError: Names them.
         """
-        if unknown := sorted(set(names) - set(self.regions)):
+        known = {_undotted(region) for region in self.regions}
+        if unknown := sorted(name for name in set(names) if _undotted(name) not in known):
             raise ContractError(
                 f"contract {self.name} says nothing about {', '.join(unknown)}: bind the ops from the contract, or"
                 " describe these regions in its document"
@@ -171,12 +172,18 @@ class Contract:
                 found = jaxprs.regions(jaxpr, platform)
                 seen |= {jaxprs.region_name(eqn) or f"an unnamed kernel of {name}" for eqn in found}
         self.refuse_unknown_regions(seen)
-        if idle := sorted(set(self.regions) - seen):
+        ran = {_undotted(region) for region in seen}
+        if idle := sorted(region for region in self.regions if _undotted(region) not in ran):
             raise ContractError(
                 f"no program of contract {self.name} runs {', '.join(idle)}: the ops are bound to something else, or"
                 " the document names regions that are gone"
             )
         return digests
+
+
+def _undotted(region: str) -> str:
+    """A region as kernels of GPUs call it: names in PTX have no dots."""
+    return region.replace(".", "_")
 
 
 def _arguments(name: str, op: Op, probe: Probe, dtype: np.dtype) -> tuple[Any, ...]:

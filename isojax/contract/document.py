@@ -9,7 +9,7 @@ from isojax import trees
 Phase = Literal["prefill", "decode", "score", "trainer_forward", "trainer_backward"]
 Order = Literal["block", "isojax.trees.chain", "isojax.trees.fold"]
 Words = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
-Proof = Annotated[str, StringConstraints(pattern=r"^(verify:[a-z_]+|tests/[\w/]+\.py::test_\w+)$")]
+Proof = Annotated[str, StringConstraints(pattern=r"^(verify:[a-z][a-z ,-]+|tests/[\w/]+\.py::test_\w+)$")]
 
 ORDERS = {"isojax.trees.chain": trees.chain, "isojax.trees.fold": trees.fold}
 """The functions that documents name; `block` is a fixed order inside one block of fixed shape."""
@@ -83,7 +83,7 @@ class Claim(_Part):
         name: Short, for reports.
         promise: In words.
         over: The values of each setting that it covers, e.g. `tensor = [1, 2, 4, 8]`.
-        proofs: Pytest nodes, or rows of `isojax verify`, that show it.
+        proofs: Pytest nodes, or words in the names of rows of `isojax verify`, that show it.
     """
 
     name: Words
@@ -101,7 +101,7 @@ class Document(_Part):
         mode: `exact` states orders and makes claims; `native` binds stock operators and claims nothing.
         about: One sentence for `isojax contract show`.
         families: Model families that it covers.
-        ops: Every op, by the name it has in `pallas_kernels.ops`.
+        ops: Every op, by the name it has in `pallas_kernels.binding`.
         claims: What follows.
     """
 

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from tests.qwen35_moe.programs import Programs
-
 from isojax.audit import dtype_signature
 from pallas_kernels.binding import Ops, bind
+from tests.qwen35_moe.programs import Programs
 
 DTYPES = ("float32", "bfloat16")
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tests.qwen35_moe.tiny import config, dense_config
 
 from isojax.layouts import Segments
 from isojax.rl import gradient
@@ -31,6 +30,7 @@ from qwen35_moe import (
     tie,
     whole_sequences,
 )
+from tests.qwen35_moe.tiny import config, dense_config
 
 LENGTHS = [72, 40]
 

@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tests.bits import assert_bit_equal
-from tests.qwen35_moe.dtypes import DTYPES, golden, signature
-from tests.qwen35_moe.programs import PROGRAMS, Programs
-from tests.qwen35_moe.tiny import config
 
 from isojax.audit import audit
 from isojax.contract import load
 from isojax.rl import gradient
-from pallas_kernels.linear import stock as linear_stock
 from pallas_kernels.binding import bind
+from pallas_kernels.linear import stock as linear_stock
 from pallas_kernels.rms_norm import stock as rms_norm_stock
 from qwen35_moe import forward
+from tests.bits import assert_bit_equal
+from tests.qwen35_moe.dtypes import DTYPES, golden, signature
+from tests.qwen35_moe.programs import PROGRAMS, Programs
+from tests.qwen35_moe.tiny import config
 
 
 def audited(kind, program, ops=None, dtype="bfloat16"):
