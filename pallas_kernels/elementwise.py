@@ -10,8 +10,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from isojax.layouts import round_up
-from pallas_kernels.mosaic import row_call
-from pallas_kernels.region import region_call, traced_for
+from pallas_kernels.region import mosaic, region_call, traced_for
 
 _LANES = 128
 
@@ -22,7 +21,7 @@ class Schedule:
 
     rows: int = 64  # Rows of a block.
     width: int = 1024  # Columns of a block, a multiple of 128.
-    gpu_rows: int = 4  # Rows of a program on a GPU.
+    gpu_rows: int = 1  # Rows of a program on a GPU.
 
 
 def elementwise(
@@ -54,8 +53,7 @@ def elementwise(
     width = min(schedule.width, round_up(size, _LANES))
     rows = -(-size // width)
     block = min(schedule.rows, rows)
-    on_cpu = traced_for() == "cpu"
-    rows = round_up(rows, block) if on_cpu else rows
+    rows = round_up(rows, block if traced_for() == "cpu" else 1)
     shared = () if scalars is None else (scalars,)
     out_shape = [jax.ShapeDtypeStruct((rows, width), dtype) for dtype in out_dtypes]
     flat = [jnp.pad(x.reshape(-1), (0, rows * width - size)).reshape(rows, width) for x in arrays]
@@ -65,12 +63,15 @@ def elementwise(
         for ref, value in zip(outputs, fn(*(ref[...] for ref in inputs)), strict=True):
             ref[...] = value
 
+    def on_gpu(*args):
+        return mosaic().row_call(name, fn, flat, shared, out_shape, block=schedule.gpu_rows)(*args)
+
     blocks = pl.BlockSpec((block, width), lambda i: (i, 0))
     results = region_call(
         name,
         elementwise_kernel,
         out_shape=out_shape,
-        gpu=None if on_cpu else row_call(name, fn, flat, shared, out_shape, block=schedule.gpu_rows),
+        gpu=on_gpu,
         grid=(rows // block,),
         in_specs=[blocks] * len(arrays) + [pl.BlockSpec(s.shape, lambda i: (0,)) for s in shared],
         out_specs=[blocks] * len(out_dtypes),

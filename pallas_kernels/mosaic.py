@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 
+from isojax import trees
+
 type Shaped = jax.Array | jax.ShapeDtypeStruct
 type Layout = plgpu.Layout | Hashable  # With parameters; the class of those is not public.
 
@@ -41,7 +43,7 @@ def row_call(
             of them are added over the rows of a block, in a chain of ascending rows, in the dtype they have.
         rows: Arrays `[count, ...]`.
         shared: Arrays that all rows share.
-        outs: The results `[count, ...]`; those that are sums `[blocks, ...]`.
+        outs: The results `[count, ...]`; those that are sums `[blocks, ...]`, blocks beyond the rows being zero.
         block: Rows of a program.
         num_sums: Number of results that are sums.
     """
@@ -70,9 +72,28 @@ def row_call(
         for ref, out, total in zip(results[num_rows:], sums, totals, strict=True):
             _store(ref, out.shape, index, total)
 
-    call = kernel(name, row_kernel, tuple(outs), block=-(-count // block))
+    programs = outs[-1].shape[0] if num_sums else -(-count // block)
+    call = kernel(name, row_kernel, tuple(outs), block=programs)
     # Booleans in memory have no layout in Mosaic GPU.
     return lambda *args: call(*(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x for x in args))
+
+
+def segment_sum(count: int, block: int, out: jax.ShapeDtypeStruct) -> Callable[..., jax.Array]:
+    """(sequence `[blocks]`, partials `[blocks, width]`) -> `reference.segment_sum`, `block` columns a program."""
+
+    def segment_sum_kernel(sequence_ref, partials_ref, sum_ref):
+        columns = pl.ds(lax.axis_index("columns") * block, block)
+
+        def add(b, sums):
+            index = sequence_ref[b]
+            term = plgpu.load(partials_ref.at[b, columns], layout=layout((block,)), optimized=False)
+            return tuple(jnp.where(index == s, total + term.astype(jnp.float32), total) for s, total in enumerate(sums))
+
+        zeros = (_placed(jnp.zeros(block, jnp.float32)),) * count
+        sums = lax.fori_loop(0, partials_ref.shape[0], add, zeros)
+        sum_ref[columns] = trees.fold(jnp.add, sums).astype(sum_ref.dtype)
+
+    return kernel("segment_sum", segment_sum_kernel, out, columns=out.shape[0] // block)
 
 
 def kernel(name: str, body: Callable[..., None], out_shape, **grid: int) -> Callable[..., Any]:
@@ -82,13 +103,13 @@ def kernel(name: str, body: Callable[..., None], out_shape, **grid: int) -> Call
         out_type=out_shape,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        kernel_name=name,
+        kernel_name=name.replace(".", "_"),  # PTX has no dots in names.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
 
 def layout(shape: tuple[int, ...]) -> Layout:
-    """Where the elements of a row live. One axis: all threads, in vectors. Two: heads over warps, a head in one warp."""
+    """Where a row lives. One axis: all threads, in vectors. Two: a head in one warp, heads over warps."""
     width = shape[-1]
     if len(shape) == 1 and width % _THREADS == 0:
         vector = math.gcd(width // _THREADS, _VECTOR)
@@ -279,7 +300,9 @@ def _iota(eqn):
     if shape[dimension] == 1:
         return _broadcast(np.zeros((), eqn.params["dtype"]), (), _squeezed(shape))
     dimension = sum(n != 1 for n in shape[:dimension])
-    return plgpu.layout_cast(lax.broadcasted_iota(eqn.params["dtype"], _squeezed(shape), dimension), layout(_squeezed(shape)))
+    return plgpu.layout_cast(
+        lax.broadcasted_iota(eqn.params["dtype"], _squeezed(shape), dimension), layout(_squeezed(shape))
+    )
 
 
 def _barrier(eqn, *values: _Value):

@@ -1,6 +1,7 @@
 """The one door to Pallas: a kernel whose bits do not depend on the program around it."""
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -45,6 +46,13 @@ def traced_for() -> str:
     """The platform that programs are traced for: of the ambient mesh's abstract device, else of this process."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def mosaic() -> ModuleType:
+    """`pallas_kernels.mosaic`, imported where it runs: Mosaic GPU takes more than a second to import."""
+    from pallas_kernels import mosaic
+
+    return mosaic
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:

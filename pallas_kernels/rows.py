@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from isojax import trees
 from isojax.layouts import CHUNK, Segments, round_up
 from pallas_kernels.region import mosaic, region_call, traced_for
 from pallas_kernels.segment_sum import segment_sum
@@ -26,7 +27,7 @@ _BLOCK = CHUNK  # Rows of a block decide bits on the CPU (blocks of 8 and 64 row
 class Schedule:
     """May change the speed of a row-wise op on a GPU, never its bits; the CPU has one block for every case."""
 
-    gpu_rows: int = 4  # Rows that a program takes one after another.
+    gpu_rows: int = 1  # Rows that a program takes one after another.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +160,18 @@ def _backward(spec: _Spec, schedule: Schedule, residuals, cotangents):
             + [pl.BlockSpec((1, *args[i].shape), lambda i, n=args[i].ndim: (i,) + (0,) * n) for i in shared_floats],
         )(*(_pad_rows(x, padded) for x in rows), *shared, *(_pad_rows(g, padded) for g in cotangents))
     else:
-        # Sums over rows have one block on every platform.
-        block = CHUNK if shared_floats else schedule.gpu_rows
-        of_rows = (*rows, *cotangents)
-        call = mosaic().row_call(name, row, of_rows, shared, outs, block=block, num_sums=len(shared_floats))
-        results = call(*of_rows, *shared)
+        of_rows, num_sums = (*rows, *cotangents), len(shared_floats)
+        if num_sums:
+            # Runs of 8 rows, then the 8 runs of a block: a chain each, whatever the schedule.
+            outs[-num_sums:] = [jax.ShapeDtypeStruct((8 * blocks, *o.shape[1:]), o.dtype) for o in outs[-num_sums:]]
+        block = CHUNK // 8 if num_sums else schedule.gpu_rows
+        call = mosaic().row_call(name, row, of_rows, shared, outs, block=block, num_sums=num_sums)
+        results = list(call(*of_rows, *shared))
+        for i, runs in enumerate(results[len(row_floats) :], len(row_floats)):
+            runs = runs.reshape(blocks, 8, -1)
+            out = jax.ShapeDtypeStruct((blocks, runs.shape[2]), runs.dtype)
+            call = mosaic().row_call(f"{name}.runs", _add_runs, [runs], [], [out], block=1)
+            results[i] = call(runs)[0].reshape(blocks, *outs[i].shape[1:])
 
     grads = [None if _is_float(x) else _no_gradient(x) for x in args]
     for i, grad in zip(floats, results, strict=True):
@@ -172,6 +180,10 @@ def _backward(spec: _Spec, schedule: Schedule, residuals, cotangents):
 
 
 _row_op.defvjp(_forward, _backward)
+
+
+def _add_runs(runs: jax.Array) -> list[jax.Array]:
+    return [trees.chain(jnp.add, [runs[:, i] for i in range(runs.shape[1])])]
 
 
 def _row_spec(block) -> pl.BlockSpec:

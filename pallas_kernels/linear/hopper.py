@@ -16,7 +16,7 @@ from jaxtyping import Array, BFloat16, Float
 from isojax.layouts import round_up
 
 _PROCESSORS = 132  # Streaming multiprocessors of an H100 or H200: programs of the persistent grid.
-_WARPGROUP_ROWS = 64  # Rows of one wgmma.
+_WARPGROUP_ROWS = 64  # Rows of one wgmma, and of a staged store.
 _STORE = 64  # Columns of one staged store.
 _REGISTER_COLUMNS = 64  # Wider tiles hold two partial sums in registers; the third waits in shared memory.
 
@@ -26,10 +26,11 @@ class HopperSchedule:
     """May change the speed of a product on Hopper, never its bits.
 
     Attributes:
-        warpgroups: Warpgroups that compute, 64 rows of a tile each.
+        warpgroups: Warpgroups that compute, `rows` rows of a tile each.
         columns: Columns of a tile: 16, 32, 64 or 128.
         depth: K of one step: 64, 128 or 256.
         stages: Steps in flight.
+        rows: Rows of a warpgroup: 64, or 128, whose registers hold one split alone.
         snake: Minor axis (0 rows, 1 columns) and width of the order in which tiles are visited.
     """
 
@@ -38,11 +39,25 @@ class HopperSchedule:
     depth: int = 64
     stages: int = 4
     snake: tuple[int, int] = (0, 2)
+    rows: int = _WARPGROUP_ROWS
 
     @classmethod
-    def for_rows(cls, rows: int) -> "HopperSchedule":
-        """Wide tiles for many rows; narrow ones with long steps, which fill the memory bus, for a decode step."""
-        return cls() if rows > _WARPGROUP_ROWS else cls(warpgroups=1, columns=16, depth=256, stages=5)
+    def for_shape(cls, rows: int, columns: int, num_splits: int, dtype: jnp.dtype) -> "HopperSchedule":
+        """The fastest measured (benchmarks/results/hopper_linear.json).
+
+        A decode step is bound by the weights: tiles just narrow enough that no processor takes two, and long steps.
+        Many rows and one split leave registers for 128 rows a warpgroup, where that fills the processors.
+        """
+        if rows <= _WARPGROUP_ROWS:
+            stages = {16: 5, 32: 4, 64: 3}
+            width = next((w for w in stages if columns <= w * _PROCESSORS), 64)
+            return cls(warpgroups=1, columns=width, depth=256, stages=stages[width])
+        tall = cls(snake=(1, 16), rows=2 * _WARPGROUP_ROWS)
+        fills = rows * columns >= _PROCESSORS * tall.warpgroups * tall.rows * tall.columns
+        # Results of four bytes leave no shared memory for its four stages.
+        if fills and num_splits == 1 and jnp.dtype(dtype).itemsize == 2:
+            return tall
+        return cls(snake=(1, 8) if columns > 4096 else (0, 4))
 
 
 def product(
@@ -62,7 +77,7 @@ def product(
     if split_depth % 16:
         raise ValueError(f"a Hopper product takes splits of a multiple of 16, got {split_depth}: pad them with zeros")
     depth = next(d for d in (schedule.depth, 128, 64, 32, 16) if d <= schedule.depth and split_depth % d == 0)
-    tile = (_WARPGROUP_ROWS * schedule.warpgroups, min(schedule.columns, round_up(columns, 16)))
+    tile = (schedule.rows * schedule.warpgroups, min(schedule.columns, round_up(columns, 16)))
     lhs, rhs = (jnp.pad(x, ((0, -x.shape[0] % side), (0, 0))) for x, side in zip((lhs, rhs), tile, strict=True))
     tiles = (lhs.shape[0] // tile[0], rhs.shape[0] // tile[1])
     steps = lhs.shape[1] // depth
@@ -130,7 +145,7 @@ def _program(
 
     def compute():
         plgpu.set_max_registers(232, action="increase")
-        own = pl.ds(warpgroup * _WARPGROUP_ROWS, _WARPGROUP_ROWS)
+        own = pl.ds(warpgroup * schedule.rows, schedule.rows)
         split_steps = steps // num_splits
         # Always zero; a trip count that the compiler cannot fold keeps short splits a loop, and registers unspilled.
         opaque = lax.rem(program * (program + 1), 2)
@@ -150,7 +165,7 @@ def _program(
                 lax.fori_loop(0, split_steps + opaque, step, ())
                 return accumulator[...]
 
-            return pl.run_scoped(run, plgpu.ACC((_WARPGROUP_ROWS, tile_columns), jnp.float32))
+            return pl.run_scoped(run, plgpu.ACC((schedule.rows, tile_columns), jnp.float32))
 
         @pl.loop(0, count)
         def _tile(index):
@@ -180,14 +195,14 @@ def _program(
 
 def _store(total, out_ref, staging):
     """Writes a warpgroup's tile through two staging buffers in turn."""
-    width = staging.shape[-1]
-    for number in range(total.shape[1] // width):
+    _, height, width = staging.shape
+    corners = [(r, c) for r in range(0, total.shape[0], height) for c in range(0, total.shape[1], width)]
+    for number, (row, column) in enumerate(corners):
         slot = number % 2
-        columns = slice(number * width, (number + 1) * width)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        staging[slot] = total[:, columns]
+        staging[slot] = total[row : row + height, column : column + width]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging.at[slot], out_ref.at[:, pl.ds(columns.start, width)])
+        plgpu.copy_smem_to_gmem(staging.at[slot], out_ref.at[pl.ds(row, height), pl.ds(column, width)])
 
 
 def _shared(shape, dtype):

@@ -110,7 +110,8 @@ def _on_hopper(lhs, rhs, *, dtype, schedule: Schedule):
 
     rows, splits, _ = lhs.shape
     flat = (x.reshape(x.shape[0], -1) for x in (lhs, rhs))
-    return hopper.product(*flat, splits, dtype, schedule.hopper or hopper.HopperSchedule.for_rows(rows))
+    chosen = schedule.hopper or hopper.HopperSchedule.for_shape(rows, rhs.shape[0], splits, dtype)
+    return hopper.product(*flat, splits, dtype, chosen)
 
 
 def _pad_leading(x: jax.Array, multiple: int) -> jax.Array:

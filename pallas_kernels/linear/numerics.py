@@ -29,7 +29,7 @@ class Schedule:
     Attributes:
         rows: Rows of a tile on the CPU: a power of two from 8 to 256; by default the least that holds all rows.
         columns: Columns of a tile on the CPU, a multiple of 16.
-        hopper: The `hopper.HopperSchedule`; by default one chosen from the number of rows.
+        hopper: The `hopper.HopperSchedule`; by default one chosen from the shape of the product.
     """
 
     rows: int | None = None

@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from isojax import trees
 from isojax.layouts import Segments, round_up
-from pallas_kernels import mosaic
-from pallas_kernels.region import region_call
+from pallas_kernels.region import mosaic, region_call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,27 +42,16 @@ def segment_sum(
         sums = lax.fori_loop(0, blocks, add, jnp.zeros((segments.count, block), jnp.float32))
         sum_ref[...] = trees.fold(jnp.add, list(sums)).astype(sum_ref.dtype)
 
-    def hopper_kernel(sequence_ref, partials_ref, sum_ref):
-        columns = pl.ds(lax.axis_index("columns") * block, block)
-
-        def add(b, sums):
-            index = sequence_ref[b]
-            piece = partials_ref.at[b, columns]
-            term = plgpu.load(piece, layout=mosaic.layout((block,)), optimized=False).astype(jnp.float32)
-            return tuple(jnp.where(index == s, total + term, total) for s, total in enumerate(sums))
-
-        zeros = plgpu.layout_cast(jnp.zeros(block, jnp.float32), mosaic.layout((block,)))
-        sums = lax.fori_loop(0, blocks, add, (zeros,) * segments.count)
-        sum_ref[columns] = trees.fold(jnp.add, sums).astype(sum_ref.dtype)
+    def on_gpu(*args):
+        return mosaic().segment_sum(segments.count, block, out_shape)(*args)
 
     out_shape = jax.ShapeDtypeStruct(padded.shape[1:], partials.dtype)
-    programs = padded.shape[1] // block
     return region_call(
         "segment_sum",
         segment_sum_kernel,
         out_shape=out_shape,
-        gpu=mosaic.kernel("segment_sum", hopper_kernel, out_shape, columns=programs),
-        grid=(programs,),
+        gpu=on_gpu,
+        grid=(padded.shape[1] // block,),
         in_specs=[pl.BlockSpec((blocks,), lambda i: (0,)), pl.BlockSpec((blocks, block), lambda i: (0, i))],
         out_specs=pl.BlockSpec((block,), lambda i: (i,)),
     )(segments.sequence, padded)[:width]

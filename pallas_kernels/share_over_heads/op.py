@@ -5,8 +5,7 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.mosaic import row_call
-from pallas_kernels.region import region_call, traced_for
+from pallas_kernels.region import mosaic, region_call, traced_for
 from pallas_kernels.share_over_heads import reference
 
 
@@ -49,9 +48,11 @@ def _backward(heads, num_splits, _, grad):
     shape = jax.ShapeDtypeStruct(grad.shape[1:], grad.dtype)
     name = "share_over_heads.backward"
     if traced_for() != "cpu":
-        fn = lambda one: [reference.head_sum(one[0], num_splits)[None]]
-        out = jax.ShapeDtypeStruct((1, *shape.shape), shape.dtype)
-        return (row_call(name, fn, [grad[None]], [], [out], block=1)(grad[None])[0][0],)
+        before, after = (jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in (grad, shape))
+        call = mosaic().row_call(
+            name, lambda x: [reference.head_sum(x[0], num_splits)[None]], [before], [], [after], block=1
+        )
+        return (call(grad[None])[0][0],)
     return (region_call(name, kernel, out_shape=shape)(grad),)
 
 

@@ -66,7 +66,9 @@ def _rope(norm_rope):
 
 
 CASES = {
-    "rms_norm": Case(rms_norm, lambda x, s: rms_norm_reference.rms_norm(x, s, eps=1e-6), (("x", 2048),), (("f", 2048),)),
+    "rms_norm": Case(
+        rms_norm, lambda x, s: rms_norm_reference.rms_norm(x, s, eps=1e-6), (("x", 2048),), (("f", 2048),)
+    ),
     "norm_rope": Case(
         _rope(norm_rope),
         lambda x, cos, sin, s: norm_rope_reference.norm_rope(x, cos, sin, jnp.broadcast_to(s, x.shape[1:]), eps=1e-6),
@@ -110,17 +112,15 @@ CASES = {
         (("f", 256), ("b",)),
         (("i", 256),),
     ),
-    "moe_combine": Case(
-        _combine, combine_reference.combine, (("x", 8, 2048), ("f", 8), ("x", 2048), ("x", 1))
-    ),
-    "cast": Case(
-        lambda x: cast_op.cast(x, jnp.bfloat16), lambda x: x.astype(jnp.bfloat16), (("f", 1000),)
-    ),
-}  # fmt: skip
+    "moe_combine": Case(_combine, combine_reference.combine, (("x", 8, 2048), ("f", 8), ("x", 2048), ("x", 1))),
+    "cast": Case(lambda x: cast_op.cast(x, jnp.bfloat16), lambda x: x.astype(jnp.bfloat16), (("f", 1000),)),
+}
+
+GRADIENTS = {name: case for name, case in CASES.items() if name != "causal_conv.decode"}  # Decoding has no gradient.
 
 
 def gradient(op: Callable) -> Callable:
-    """(*arguments) -> the gradients of the float arguments, for cotangents that are the results themselves."""
+    """(*arguments) -> the gradients of the float arguments, for cotangents that are the squares of the results."""
 
     def fn(*args):
         floats = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -133,7 +133,7 @@ def gradient(op: Callable) -> Callable:
             return [r for r in results if jnp.issubdtype(r.dtype, jnp.floating)]
 
         results, pull = jax.vjp(of_floats, *(args[i] for i in floats))
-        return pull(results)
+        return pull([r * r for r in results])
 
     return fn
 
