@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from isojax.scoring import logprobs as logprobs
     from pallas_kernels import ops as ops
 
-_MODULES = {name: f"isojax.{name}" for name in ("audit", "optim", "rl")} | {
-    "ops": "pallas_kernels.ops"
-}
+_MODULES = {name: f"isojax.{name}" for name in ("audit", "optim", "rl")} | {"ops": "pallas_kernels.ops"}
 _NAMES = {
     "compare_bits": "isojax.bits",
     "digest": "isojax.bits",

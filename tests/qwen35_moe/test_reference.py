@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.qwen35_moe.tiny import config, params, tokens
 
 from isojax.layouts import CHUNK
 from pallas_kernels.binding import bind
 from pallas_kernels.router import load_balancing_loss, router_load
 from qwen35_moe import Step, forward, logits, tie, whole_sequences
+from tests.qwen35_moe.tiny import config, params, tokens
 
 LENGTH = 72
 BLOCKS = -(-LENGTH // CHUNK)
