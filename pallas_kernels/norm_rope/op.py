@@ -55,7 +55,11 @@ def _rows(x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, *, eps
     normed = wide * spread(factor, -1, width) * spread((1.0 + scale)[None], 0, rows)
     first, second, rest = normed[..., :half], normed[..., half : 2 * half], normed[..., 2 * half :]
     cos, sin = (jnp.broadcast_to(table[:, None, :], (rows, heads, half)) for table in (cos, sin))
-    turned = [first * cos - exact_product(second, sin), second * cos + exact_product(first, sin)]
+    # All four products are rounded: over 4 of 32 dimensions rows differ by where they stand in the block otherwise.
+    turned = [
+        exact_product(first, cos) - exact_product(second, sin),
+        exact_product(second, cos) + exact_product(first, sin),
+    ]
     return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
 
 
