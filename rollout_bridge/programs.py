@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32, Int32
 import qwen35_moe
 from isojax.layouts import CHUNK
 from isojax.pytrees import pytree
-from pallas_kernels.ops import Ops
+from pallas_kernels.binding import Ops
 from pallas_kernels.ordering import ordered
 from pallas_kernels.sample import reported, sample_key, truncation_mask
 from pallas_kernels.sample import sample as draw

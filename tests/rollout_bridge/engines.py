@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from isojax.layouts import CHUNK
-from pallas_kernels.ops import bind
+from pallas_kernels.binding import bind
 from qwen35_moe import Config, Qwen35Moe, Step, forward, logits, tie, whole_sequences
 from qwen35_moe.checkpoint import seeded_params
 from tests.bits import bits
