@@ -17,7 +17,10 @@ from pydantic import ValidationError  # noqa: E402
 from vllm import RequestOutput, SamplingParams  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
+from isojax.contract import Identity, exchange  # noqa: E402
+from isojax.contract import Identity  # noqa: E402
 from isojax.errors import IsojaxError, SamplingError  # noqa: E402
+from qwen35_moe import identity  # noqa: E402
 from rollout_bridge import sampling, served  # noqa: E402
 
 _COLOCATED, _ALONE = 0.35, 0.9
@@ -84,6 +87,32 @@ class LLM(vllm.LLM):
             except ValidationError as error:
                 raise _own(error) or error from None
         self.llm_engine.set_weight_version("0")
+        self._agreed = False
+        if colocated:
+            self.agree(model)
+
+    @property
+    def identity(self) -> Identity:
+        """What the engine computes, in which order and precision, and on what."""
+        return Identity.from_json(self._ask("identity"))
+
+    def agree(self, model: Any) -> str:
+        """Compares the trainer's identity with the engine's, before a token is used.
+
+        Called with the model that an engine starts with, and with the first that it is updated to.
+
+        Args:
+            model: The trainer's `Qwen35Moe`.
+
+        Returns:
+            The digest that both have.
+
+        Raises:
+            ContractError: If they differ; names the first part that does.
+        """
+        digest = exchange(identity(model.config, model.ops), self.identity)
+        self._agreed = True
+        return digest
 
     @property
     def weights_version(self) -> int:
@@ -94,6 +123,11 @@ class LLM(vllm.LLM):
     def weights_digest(self) -> str:
         """SHA-256 over the fingerprints of all rollout weights (`rollout_bridge.weights`)."""
         return self._ask("weights_digest")
+
+    @property
+    def contract(self) -> Identity:
+        """What the engine computes, in which order and on what; peers compare it with `exchange.agree`."""
+        return Identity.from_json(self._ask("contract_identity"))
 
     def get_default_sampling_params(self) -> SamplingParams:
         raise SamplingError("sampling_params is required: pass SamplingParams(max_tokens=…, temperature=…)")
@@ -113,11 +147,14 @@ class LLM(vllm.LLM):
 
         Raises:
             WeightsError: If a tensor is missing, unknown or of another shape; weights and version stay what they were.
+            ContractError: If `model` is the first module that comes and its contract is not the engine's.
         """
         request = model.get("update_info") if isinstance(model, Mapping) else getattr(model, "update_info", None)
         if request is not None:
             super().update_weights({"update_info": request})
             return self.weights_version
+        if not isinstance(model, Mapping) and not self._agreed:
+            self.agree(model)
         params = model if isinstance(model, Mapping) else model.params()
         if self._in_process:
             version = self._ask("replace_weights", params)

@@ -1,4 +1,4 @@
-"""vLLM's worker: one process, one device, our model (VLLM.md, section 4)."""
+"""vLLM's worker: one process, one device, our model (docs/bridge.md)."""
 
 import dataclasses
 import os
@@ -11,6 +11,8 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from isojax.errors import IsojaxError, WeightsError
+from qwen35_moe.identity import identity
+from qwen35_moe import identity
 from rollout_bridge import cache, memory, sampling, served
 from rollout_bridge.batch import Buckets
 from rollout_bridge.programs import Programs
@@ -51,6 +53,10 @@ class JaxWorker(WorkerBase):
 
     def get_model_inspection(self) -> str:
         return f"{self.model.config}, {self.weights.digest[:12]} version {self.weights.version}"
+
+    def identity(self) -> dict[str, Any]:
+        """What this engine computes and how, for its trainer to compare (`isojax.contract.exchange`)."""
+        return identity(self.model.config, self.model.ops).to_json()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
@@ -188,6 +194,10 @@ class JaxWorker(WorkerBase):
     def finish_weight_update(self) -> int:
         """Exchanges the weights when all tensors came; returns the new version."""
         return self.weights.finish()
+
+    def contract_identity(self) -> dict[str, Any]:
+        """What this engine computes, for `isojax.contract.exchange`."""
+        return identity(self.model.config, self.model.ops).to_json()
 
     def weights_version(self) -> int:
         return self.weights.version
