@@ -11,8 +11,8 @@ import numpy as np
 from isojax.contract import Probe
 from isojax.layouts import CHUNK, Segments
 from isojax.optim import AdamW, AdamWState, global_norm
-from pallas_kernels.experts import Plan, dispatch_plan
 from pallas_kernels.binding import Ops
+from pallas_kernels.experts import Plan, dispatch_plan
 from pallas_kernels.router import load_balancing_loss
 from pallas_kernels.rows import row_op
 from pallas_kernels.sample import sample, truncation_mask

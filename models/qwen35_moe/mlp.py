@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.experts import dispatch_plan
 from pallas_kernels.binding import Ops
+from pallas_kernels.experts import dispatch_plan
 from qwen35_moe.config import Config
 from qwen35_moe.context import Context
 
