@@ -47,7 +47,7 @@ check: env ## style, types and the direction of imports
 test: check ## check, then every test that this machine can run
 	$(BIN)/pytest -n 2 --dist loadfile
 
-warmup: env ## makes the small policy of the demo again, the same bytes each time
+warmup: env ## the demo's small policy, made from a seed and taught its task: checkpoints/arithmetic, the same bytes each time
 	$(BIN)/python -m isojax.rl.warmup checkpoints/arithmetic
 
 clean: ## removes all that make made, the environment and its caches included
