@@ -18,7 +18,6 @@ from vllm import RequestOutput, SamplingParams  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from isojax.contract import Identity, exchange  # noqa: E402
-from isojax.contract import Identity  # noqa: E402
 from isojax.errors import IsojaxError, SamplingError  # noqa: E402
 from qwen35_moe import identity  # noqa: E402
 from rollout_bridge import sampling, served  # noqa: E402
@@ -123,11 +122,6 @@ class LLM(vllm.LLM):
     def weights_digest(self) -> str:
         """SHA-256 over the fingerprints of all rollout weights (`rollout_bridge.weights`)."""
         return self._ask("weights_digest")
-
-    @property
-    def contract(self) -> Identity:
-        """What the engine computes, in which order and on what; peers compare it with `exchange.agree`."""
-        return Identity.from_json(self._ask("contract_identity"))
 
     def get_default_sampling_params(self) -> SamplingParams:
         raise SamplingError("sampling_params is required: pass SamplingParams(max_tokens=…, temperature=…)")

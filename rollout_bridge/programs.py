@@ -16,6 +16,7 @@ import qwen35_moe
 from isojax.layouts import CHUNK
 from isojax.pytrees import pytree
 from pallas_kernels.binding import Ops
+from pallas_kernels.logprob import top_logprobs
 from pallas_kernels.ordering import ordered
 from pallas_kernels.sample import reported, sample_key, truncation_mask
 from pallas_kernels.sample import sample as draw
@@ -224,20 +225,17 @@ class Programs:
         return qwen35_moe.logits(qwen35_moe.tie(params, self.config, self.ops), hidden, self.config, self.ops)
 
     def _scored(self, logits, tokens, temperature, keep, most_likely: int) -> Scores:
-        score = functools.partial(self.ops.logprob, logits, temperature=temperature, vocab=self.vocab, keep=keep)
+        settings = {"temperature": temperature, "vocab": self.vocab, "keep": keep}
         live = jnp.arange(logits.shape[1]) < self.vocab
         live = live if keep is None else live & keep
         order = jnp.where(live, ordered(logits), jnp.iinfo(jnp.int32).min)
         ranks = jnp.sum(order >= jnp.take_along_axis(order, tokens[:, None], axis=1), axis=1, dtype=jnp.int32)
-        logprobs = score(tokens)[0][:, None]
-        tokens = tokens[:, None]
-        if most_likely:
-            _, best = lax.top_k(order, min(most_likely, self.vocab))
-            # One program of the op, run for each: the same bits as the drawn token's.
-            values = lax.map(lambda column: score(column)[0], best.T.astype(jnp.int32))
-            tokens = jnp.concatenate([tokens, best.astype(jnp.int32)], axis=1)
-            logprobs = jnp.concatenate([logprobs, values.T], axis=1)
-        return Scores(tokens, logprobs, ranks)
+        if not most_likely:
+            logprobs, _ = self.ops.logprob(logits, tokens, **settings)
+            return Scores(tokens[:, None], logprobs[:, None], ranks)
+        logprobs = self.ops.logprobs_all(logits, **settings)  # Each with the bits of `logprob`.
+        words, values, _ = top_logprobs(logprobs, tokens, min(most_likely, self.vocab))
+        return Scores(words, values, ranks)
 
     def write_tokens(self, state: State, slot: int, tokens: np.ndarray) -> State:
         """Puts the known tokens of a request into its slot."""

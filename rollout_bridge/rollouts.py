@@ -16,6 +16,9 @@ class Rollouts:
         engine: Options of `LLM`.
         sampling: Options of `vllm.SamplingParams`.
         chat: Whether prompts are chat messages or plain text and token ids.
+
+    Raises:
+        ContractError: If policy and engine do not compute the same function.
     """
 
     def __init__(self, model: Any, engine: Mapping[str, Any], sampling: Mapping[str, Any], *, chat: bool = False):

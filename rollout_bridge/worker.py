@@ -11,7 +11,6 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from isojax.errors import IsojaxError, WeightsError
-from qwen35_moe.identity import identity
 from qwen35_moe import identity
 from rollout_bridge import cache, memory, sampling, served
 from rollout_bridge.batch import Buckets
@@ -194,10 +193,6 @@ class JaxWorker(WorkerBase):
     def finish_weight_update(self) -> int:
         """Exchanges the weights when all tensors came; returns the new version."""
         return self.weights.finish()
-
-    def contract_identity(self) -> dict[str, Any]:
-        """What this engine computes, for `isojax.contract.exchange`."""
-        return identity(self.model.config, self.model.ops).to_json()
 
     def weights_version(self) -> int:
         return self.weights.version

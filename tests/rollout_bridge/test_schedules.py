@@ -61,16 +61,16 @@ def test_scheduling_options_change_nothing(model, options):
 
 
 def counted_preemptions(llm) -> list[str]:
-    """Names of the requests that lose their pages from now on."""
-    scheduler, names = llm.llm_engine.engine_core.engine_core.scheduler, []
+    """Says of every request that loses its pages from now on whether it was in its prompt or after it."""
+    scheduler, lost = llm.llm_engine.engine_core.engine_core.scheduler, []
     preempt = scheduler._preempt_request
 
     def counting(request, *args, **kwargs):
-        names.append(request.request_id)
+        lost.append("prompt" if request.num_computed_tokens < request.num_prompt_tokens else "after")
         return preempt(request, *args, **kwargs)
 
     scheduler._preempt_request = counting
-    return names
+    return lost
 
 
 def test_pre_empted_requests_go_on_as_if_nothing_was(model):
@@ -86,18 +86,25 @@ def test_pre_empted_requests_go_on_as_if_nothing_was(model):
     assert_trainer_agrees(model, crowded)
 
 
-def test_prompt_scores_survive_a_pre_emption(model):
-    # B007: in the middle of the prompt, and after it.
-    llm = start(model, max_num_batched_tokens=64, scheduler_reserve_full_isl=False)
+@pytest.mark.parametrize(
+    ("place", "length", "options"),
+    [
+        ("prompt", 330, {"long_prefill_token_threshold": 64, "scheduler_reserve_full_isl": False}),
+        ("after", 190, {}),
+    ],
+)
+def test_prompt_scores_survive_a_pre_emption(model, place, length, options):
+    # B007
+    llm = start(model, max_num_batched_tokens=256, **options)
     lost = counted_preemptions(llm)
-    asked = sample(seed=4, max_tokens=60, prompt_logprobs=0)
-    outputs = llm.generate(prompts(*[330] * 8, seed=34), asked, use_tqdm=False)
+    asked = sample(seed=4, max_tokens=110, prompt_logprobs=0)
+    outputs = llm.generate(prompts(*[length] * 8, seed=34), asked, use_tqdm=False)
     llm.close()
-    assert lost
+    assert place in lost
     want = trainer_scores(model, [sequence(o, o.outputs[0]) for o in outputs], 0.8)
     for output, row in zip(outputs, want, strict=True):
-        assert bits(prompt_scores(output)).tolist() == bits(row[:329]).tolist()
-        assert bits(sampled(output.outputs[0])).tolist() == bits(row[329:]).tolist()
+        assert bits(prompt_scores(output)).tolist() == bits(row[: length - 1]).tolist()
+        assert bits(sampled(output.outputs[0])).tolist() == bits(row[length - 1 :]).tolist()
 
 
 def test_hits_inside_a_long_page_are_copies_of_it(model):
