@@ -79,7 +79,7 @@ class Warmup:
 def warm_up(plan: Warmup = Warmup(), progress: Callable[[int, float], None] = lambda step, loss: None) -> Qwen35Moe:
     """The small policy after its supervised updates."""
     config = CONFIG
-    model = Qwen35Moe(config, init_params(config, plan.seed, scale=0.08), bind(plan.numerics))
+    model = Qwen35Moe(config, init_params(config, plan.seed), bind(plan.numerics))
     rates = np.array([plan.rate(step) for step in range(plan.steps)], np.float32)
     optimizer = nnx.Optimizer(model, optim.adamw(_Table(rates), b2=0.95, max_grad_norm=1.0), wrt=nnx.Param)
     for step, batch in enumerate(batches(TASK.build(), plan)):
