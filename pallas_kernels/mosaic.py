@@ -7,7 +7,7 @@ alone, so they are given here, and the bits of a row cannot depend on how many r
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +169,7 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[np.ndarray], args: Sequence[_V
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom):
-        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, core.Literal) else env[atom]
+        return np.asarray(atom.val, cast(Any, atom.aval).dtype) if isinstance(atom, core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         rule = _RULES.get(eqn.primitive.name, _elementwise)
@@ -262,12 +262,12 @@ def _cut(value: _Value, cuts: Sequence[tuple[int, int]]) -> _Value:
 def _concatenate(eqn, *values: _Value):
     """Pieces meet in shared memory: in registers they lie in other lanes."""
     out = eqn.outvars[0].aval
-    shape, values = _squeezed(out.shape), [_loaded(v) for v in values]
+    shape, pieces = _squeezed(out.shape), [_loaded(v) for v in values]
     axis = sum(n != 1 for n in out.shape[: eqn.params["dimension"]])
 
     def through(memory):
         start = 0
-        for atom, value in zip(eqn.invars, values, strict=True):
+        for atom, value in zip(eqn.invars, pieces, strict=True):
             size = atom.aval.shape[eqn.params["dimension"]]
             at = (slice(None),) * axis + (start if size == 1 else pl.ds(start, size),)
             memory[at] = _placed(value)
@@ -361,7 +361,7 @@ def _broadcast(value: _Value, axes: Sequence[int], shape: tuple[int, ...]) -> _V
         return lax.broadcast_in_dim(_loaded(value), shape, ())  # One register, which fits any layout.
     target = layout(shape)
     if isinstance(value, _Part):
-        value = value.load(target.reduce(tuple(a for a in range(len(shape)) if a not in axes)))
+        value = value.load(cast(Any, target).reduce(tuple(a for a in range(len(shape)) if a not in axes)))
     return plgpu.layout_cast(lax.broadcast_in_dim(value, shape, tuple(axes)), target)
 
 

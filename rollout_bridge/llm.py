@@ -207,7 +207,7 @@ class LLM(vllm.LLM):
         """Forgets every request, and steps of them that are still under way."""
         self._sampling.clear()
         self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
-        steps = self.llm_engine.engine_core.engine_core.batch_queue if self._in_process else None
+        steps = cast(Any, self.llm_engine.engine_core).engine_core.batch_queue if self._in_process else None
         while steps:
             with contextlib.suppress(IsojaxError):
                 self.llm_engine.step()
