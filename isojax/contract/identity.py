@@ -48,7 +48,7 @@ class Identity:
         return sha256([self.semantic, self.numerical_policy, self.deployment])
 
     def with_replaced(self, ops: Sequence[str]) -> "Identity":
-        """This identity, of a process that runs other `ops` than the contract's. If there are any, `exchange` refuses it.
+        """This identity, of a process that runs other `ops` than the contract's; with any, `exchange` refuses it.
 
         It goes to the peer like any other, so that both sides can tell which ops these are.
         """

@@ -28,7 +28,7 @@ def table_gradient(
     schedule: Schedule,
 ) -> Float[Array, "words width"]:
     """Computes `reference.table_gradient` without a scatter: each word gathers the sum of its last row."""
-    rows, width = cotangent.shape
+    rows = cotangent.shape[0]
     # A stable sort keeps the rows of a word ascending.
     word, row = lax.sort((tokens, lax.iota(jnp.int32, rows)), num_keys=1, is_stable=True)
     first = jnp.concatenate([jnp.ones(1, bool), word[1:] != word[:-1]])
