@@ -53,7 +53,7 @@ def test_a_stock_twin_in_place_of_an_op_is_found_where_it_stands():
     assert {"mul", "rsqrt", "reduce_sum"} <= {f.primitive for f in report.findings}
 
 
-def test_a_product_outside_the_regions_is_found():
+def test_b032_a_product_outside_the_regions_is_found():
     """jax#34080: the rows of a `dot_general` change with the number of rows."""
     report = audited("experts", "score", bind("exact").replace(column_linear=linear_stock.column_linear))
     assert any(f.primitive == "dot_general" and Path(f.file).name == "stock.py" for f in report.findings)
@@ -88,7 +88,7 @@ def test_a_sum_in_a_users_loss_is_found_by_its_line():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_dtype_on_the_scored_path_has_changed(dtype):
+def test_b023_no_dtype_on_the_scored_path_has_changed(dtype):
     """If the change is meant: `python -m tests.qwen35_moe.dtypes`, and look at the difference."""
     assert signature(dtype, bind("exact")) == golden(dtype).read_text()
 
@@ -105,7 +105,7 @@ def test_an_autocast_around_the_score_changes_the_dtypes():
 # Concatenated state before a norm (jax#40588).
 
 
-def test_a_window_and_rows_put_together_before_a_norm_have_the_bits_of_a_version_with_barriers():
+def test_b034_a_window_and_rows_put_together_before_a_norm_have_the_bits_of_a_version_with_barriers():
     cfg, ops = config("bfloat16"), bind("exact")
     rng = np.random.default_rng(40588)
 
