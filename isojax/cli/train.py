@@ -2,6 +2,7 @@
 
 import dataclasses
 import json as jsonlib
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -70,6 +71,9 @@ def run(config: Config, *, resume: bool = False):
 
 def connect(model: Any, config: Config):
     """vLLM's engine beside the policy."""
+    # vLLM's log belongs to the person who waits, not into the result.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from rollout_bridge.rollouts import Rollouts
 
     engine = config.engine.model_dump(exclude_none=True)
@@ -104,15 +108,12 @@ def _contrast(config: Config) -> dict[str, Any]:
     from isojax.models import from_pretrained
     from isojax.rl.gradient import score
     from isojax.rl.parity import compare
-    from isojax.rl.trainer import grade, seeds_of
+    from isojax.rl.trainer import rollout
 
     note("contrast: the same prompts with numerics native")
     model = from_pretrained(config.policy.checkpoint, numerics="native", dtype=config.policy.dtype)
-    task = config.task.build()
-    items = list(task.items[: config.train.prompts])
     engine = connect(model, config)
-    outputs = engine.rollout([task.prompt(item) for item in items], seeds_of(config.train.seed, 0, len(items)))
-    batch, _ = grade(task, items, outputs, config)
+    batch, _ = rollout(engine, config.task.build(), config, step=0)
     found = compare(batch, score(model, batch).logprobs)
     engine.close()
     compared, different = found.by_position

@@ -122,22 +122,10 @@ class Trainer:
                 self._save()
             yield row
 
-    def items(self, step: int) -> list[Item]:
-        """The items of a step: a function of the seed and the step alone."""
-        rng = np.random.default_rng([self.config.train.seed, step])
-        return [self.task.items[i] for i in rng.integers(len(self.task.items), size=self.config.train.prompts)]
-
-    def rollout(self, engine: Engine, step: int) -> tuple[Batch, np.ndarray]:
-        """Samples, grades and packs the items of a step."""
-        items = self.items(step)
-        prompts = [self.task.prompt(item) for item in items]
-        outputs = engine.rollout(prompts, seeds_of(self.config.train.seed, step, len(prompts)))
-        return grade(self.task, items, outputs, self.config)
-
     def _one_step(self) -> dict[str, Any]:
         seconds: dict[str, float] = {}
         with _timed(seconds, "rollout"):
-            batch, rewards = self.rollout(self.engine, self.step)
+            batch, rewards = rollout(self.engine, self.task, self.config, self.step)
             if self._reference is not None:
                 reference = score(self._reference, batch).logprobs
                 batch = dataclasses.replace(batch, reference_logprobs=reference)
@@ -226,8 +214,11 @@ class Trainer:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def grade(task: Task, items: Sequence[Item], outputs: Sequence[Request], config: Config) -> tuple[Batch, np.ndarray]:
-    """Rewards of what an engine returned, and the batch to learn it from."""
+def rollout(engine: Engine, task: Task, config: Config, step: int) -> tuple[Batch, np.ndarray]:
+    """Samples, grades and packs the items of a step: the batch to learn from, and the reward of every sample."""
+    items = items_of(task, config, step)
+    seeds = seeds_of(config.train.seed, step, len(items))
+    outputs = engine.rollout([task.prompt(item) for item in items], seeds)
     rewards = np.array(
         [[task.verify(c.text, item) for c in output.outputs] for output, item in zip(outputs, items, strict=True)],
         np.float32,
@@ -236,6 +227,12 @@ def grade(task: Task, items: Sequence[Item], outputs: Sequence[Request], config:
     train = config.train
     batch = pack(outputs, advantages, train.max_tokens, group=train.gradient_group, sequences=train.sequences)
     return batch, rewards
+
+
+def items_of(task: Task, config: Config, step: int) -> list[Item]:
+    """The items of a step: a function of the seed and the step alone."""
+    rng = np.random.default_rng([config.train.seed, step])
+    return [task.items[i] for i in rng.integers(len(task.items), size=config.train.prompts)]
 
 
 def seeds_of(seed: int, step: int, count: int) -> list[int]:

@@ -9,7 +9,7 @@ def norm_rope(
     x: Float[Array, "rows heads head_dim"],
     cos: Float[Array, "rows half"],
     sin: Float[Array, "rows half"],
-    scale: Float[Array, "heads head_dim"],
+    scale: Float[Array, "*heads head_dim"],
     *,
     eps: float,
 ) -> Float[Array, "rows heads head_dim"]:

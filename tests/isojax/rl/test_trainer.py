@@ -13,7 +13,7 @@ from isojax.rl.gradient import score
 from isojax.rl.packing import pack
 from isojax.rl.parity import Mismatch
 from isojax.rl.tasks import ReasoningGym
-from isojax.rl.trainer import Summary, Trainer
+from isojax.rl.trainer import Summary, Trainer, items_of
 from tests.isojax.rl.outputs import completion, request
 from tests.isojax.rl.policies import Bigram, bigram, score_rows
 
@@ -147,6 +147,6 @@ def test_a_directory_with_a_run_is_not_overwritten(config):
 
 
 def test_items_of_a_step_depend_on_seed_and_step_alone(config):
-    first, second = (Trainer(config(name), connect) for name in ("a", "b"))
-    assert [first.items(s) for s in (0, 1)] == [second.items(s) for s in (0, 1)]
-    assert first.items(0) != first.items(1)
+    first, again = (items_of(config().task.build(), config(), step) for step in (0, 0))
+    assert first == again
+    assert first != items_of(config().task.build(), config(), 1)
