@@ -55,8 +55,8 @@ def test_the_comparison_sees_other_weights(engine):
         assert_trainer_agrees(policy(seed=1), outputs)
 
 
-def test_company_changes_nothing(engine):
-    # B002: one row of 1, or of 64 and more, in a launch.
+def test_b002_company_changes_nothing(engine):
+    # one row of 1, or of 64 and more, in a launch.
     alone = engine.generate(prompts(40, seed=3), sample(seed=5), use_tqdm=False)
     mates = prompts(300, 17, 1, 64, 128, 90, 33, seed=4)
     together = engine.generate([*mates, *prompts(40, seed=3)], sample(seed=5), use_tqdm=False)
@@ -64,8 +64,7 @@ def test_company_changes_nothing(engine):
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_log_probabilities_are_of_the_distribution_that_tokens_are_drawn_from(engine, model, temperature):
-    # B077
+def test_b077_log_probabilities_are_of_the_distribution_that_tokens_are_drawn_from(engine, model, temperature):
     outputs = engine.generate(prompts(20, 70, seed=5), sample(temperature=temperature), use_tqdm=False)
     assert_trainer_agrees(model, outputs)
 
@@ -77,15 +76,14 @@ def test_greedy_tokens_are_the_likeliest_and_scored_at_temperature_1(engine, mod
     assert_trainer_agrees(model, outputs)
 
 
-def test_one_token_after_a_short_prompt_scores_at_the_right_place(engine, model):
-    # B088
+def test_b088_one_token_after_a_short_prompt_scores_at_the_right_place(engine, model):
     [output] = engine.generate(prompts(3, seed=7), sample(max_tokens=1), use_tqdm=False)
     [want] = trainer_scores(model, [sequence(output, output.outputs[0])], 0.8)
     assert bits(sampled(output.outputs[0])).tolist() == bits(want[2:3]).tolist()
 
 
-def test_scoring_a_rollout_again_gives_its_bits(engine):
-    # B079: the second path uses the temperature it is given, not one of its own.
+def test_b079_scoring_a_rollout_again_gives_its_bits(engine):
+    # the second path uses the temperature it is given, not one of its own.
     [output] = engine.generate(prompts(30, seed=8), sample(temperature=0.7, max_tokens=60), use_tqdm=False)
     again = {"prompt_token_ids": sequence(output, output.outputs[0])}
     [scored] = engine.generate([again], sample(temperature=0.7, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
@@ -93,8 +91,7 @@ def test_scoring_a_rollout_again_gives_its_bits(engine):
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 4])
-def test_a_prefix_hit_changes_nothing(engine, model, pages):
-    # B005, B059
+def test_b005_a_prefix_hit_changes_nothing(engine, model, pages):
     [prompt] = prompts(4 * PAGE + 9, seed=9)
     engine.reset_prefix_cache()
     cold = engine.generate([prompt], sample(seed=3), use_tqdm=False)
@@ -107,7 +104,7 @@ def test_a_prefix_hit_changes_nothing(engine, model, pages):
     assert_trainer_agrees(model, hit)
 
 
-def test_prompt_scores_do_not_miss_what_is_cached(engine, model):
+def test_b110_prompt_scores_do_not_miss_what_is_cached(engine, model):
     # B110, B008: more tokens than one step takes, some of them cached, beside a request that decodes.
     [prompt, mate] = prompts(200, 5, seed=10)
     asked = sample(prompt_logprobs=2, temperature=0.8)
@@ -123,15 +120,13 @@ def test_a_prompt_of_one_token_has_no_scores(engine):
     assert output.prompt_logprobs == [None]
 
 
-def test_a_seed_counts_whoever_else_is_there(engine):
-    # B010
+def test_b010_a_seed_counts_whoever_else_is_there(engine):
     alone = engine.generate(prompts(12, seed=12), sample(seed=7), use_tqdm=False)
     mixed = engine.generate(prompts(9, seed=13) + prompts(12, seed=12), [sample(), sample(seed=7)], use_tqdm=False)
     assert_same_samples(alone, mixed[1:])
 
 
-def test_samples_of_a_group_differ_and_the_run_repeats(engine, model):
-    # B011
+def test_b011_samples_of_a_group_differ_and_the_run_repeats(engine, model):
     def run(llm):
         [output] = llm.generate(prompts(12, seed=14), sample(n=8, temperature=1.0), use_tqdm=False)
         return [tuple(c.token_ids) for c in output.outputs]
@@ -152,8 +147,7 @@ def test_the_samples_of_one_seed_differ_and_do_not_overlap_with_the_next_seed(en
     assert len(set(drawn)) == 4
 
 
-def test_the_likeliest_tokens_are_listed_once_with_the_same_bits(engine, model):
-    # B083
+def test_b083_the_likeliest_tokens_are_listed_once_with_the_same_bits(engine, model):
     outputs = engine.generate(
         prompts(30, 31, seed=16), sample(logprobs=5, temperature=1.3, max_tokens=40), use_tqdm=False
     )
@@ -204,8 +198,7 @@ def test_edits_of_logits_do_what_they_say(engine):
     assert not set(tokens[:6]) & set(stop)
 
 
-def test_a_nan_logit_fails_the_call_and_the_engine_goes_on(engine, model):
-    # B085
+def test_b085_a_nan_logit_fails_the_call_and_the_engine_goes_on(engine, model):
     params = model.params()
     broken = {**params, "lm_head": params["lm_head"].at[3, 0].set(np.nan)}
     engine.update_weights(broken)

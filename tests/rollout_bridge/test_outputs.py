@@ -27,8 +27,8 @@ def output(*completions, prompt=(11, 12, 13), sampling=None, name="0"):
     return out
 
 
-def test_the_first_sampled_token_follows_the_prompt():
-    # B088: one shift, not two.
+def test_b088_the_first_sampled_token_follows_the_prompt():
+    # one shift, not two.
     batch = tokens_and_logprobs([output(completion([21], [-1.25]))])
     assert batch["tokens"].tolist() == [[11, 12, 13, 21]]
     assert batch["mask"].tolist() == [[False, False, False, True]]
@@ -52,21 +52,21 @@ def test_rows_are_padded_and_values_keep_their_bits(flat):
     assert batch["rollout_logprobs"][0, 3].view(np.uint32) == np.float32(value).view(np.uint32)
 
 
-def test_ids_that_no_tokenizer_would_give_back_are_used_as_given():
-    # B107: nothing here decodes or encodes.
+def test_b107_ids_that_no_tokenizer_would_give_back_are_used_as_given():
+    # nothing here decodes or encodes.
     batch = tokens_and_logprobs([output(completion([5, 5, 0, 4_000_000]))])
     assert batch["tokens"][0, 3:].tolist() == [5, 5, 0, 4_000_000]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_logprob_that_is_no_number_is_an_error(value):
-    # B085: not None, not 0, not dropped.
+def test_b085_a_logprob_that_is_no_number_is_an_error(value):
+    # not None, not 0, not dropped.
     with pytest.raises(SamplingError, match="token 2 at output position 1"):
         tokens_and_logprobs([output(completion([1, 2], [-1.0, value]))])
 
 
-def test_a_missing_logprob_is_an_error():
-    # B086: neither a hole nor a short list is filled in.
+def test_b086_a_missing_logprob_is_an_error():
+    # neither a hole nor a short list is filled in.
     with pytest.raises(SamplingError, match="position 1"):
         tokens_and_logprobs([output(completion([1, 2], [-1.0, None]))])
     with pytest.raises(SamplingError, match="3 tokens and 2"):

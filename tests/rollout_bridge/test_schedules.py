@@ -30,8 +30,7 @@ def scores(outputs):
 
 @pytest.mark.parametrize("rivals", [0, 3])
 @pytest.mark.parametrize("budget", [64, 100, 256])
-def test_token_budgets_and_rivals_move_chunk_edges_and_no_bit(model, budget, rivals):
-    # B004
+def test_b004_token_budgets_and_rivals_move_chunk_edges_and_no_bit(model, budget, rivals):
     llm = start(model, max_num_batched_tokens=budget)
     company = prompts(40, 90, 3, seed=30)[:rivals]
     asked = sample(seed=1, prompt_logprobs=0)
@@ -73,8 +72,8 @@ def counted_preemptions(llm) -> list[str]:
     return lost
 
 
-def test_pre_empted_requests_go_on_as_if_nothing_was(model):
-    # B061: pages and slots are given to others meanwhile.
+def test_b061_pre_empted_requests_go_on_as_if_nothing_was(model):
+    # pages and slots are given to others meanwhile.
     llm = start(model)
     alone = [llm.generate([p], sample(seed=4, max_tokens=110), use_tqdm=False)[0] for p in prompts(*[190] * 8, seed=33)]
     llm.reset_prefix_cache()
@@ -93,8 +92,7 @@ def test_pre_empted_requests_go_on_as_if_nothing_was(model):
         ("after", 190, {}),
     ],
 )
-def test_prompt_scores_survive_a_pre_emption(model, place, length, options):
-    # B007
+def test_b007_prompt_scores_survive_a_pre_emption(model, place, length, options):
     llm = start(model, max_num_batched_tokens=256, **options)
     lost = counted_preemptions(llm)
     asked = sample(seed=4, max_tokens=110, prompt_logprobs=0)

@@ -36,8 +36,7 @@ def generate(llm, seed=40, **options):
     return llm.generate(prompts(20, 200, seed=seed), sample(seed=1, **options), use_tqdm=False)
 
 
-def test_a_prefix_of_old_weights_is_never_used(engine, policies):
-    # B101
+def test_b101_a_prefix_of_old_weights_is_never_used(engine, policies):
     generate(engine)
     assert engine.update_weights(policies[1]) == 1
     outputs = generate(engine)
@@ -46,8 +45,7 @@ def test_a_prefix_of_old_weights_is_never_used(engine, policies):
     assert generate(engine)[1].num_cached_tokens  # The new weights' own prefix is.
 
 
-def test_three_updates_equal_three_fresh_engines(engine, policies):
-    # B100, B098
+def test_b100_three_updates_equal_three_fresh_engines(engine, policies):
     for round_, model in enumerate((policies[1], policies[0], policies[1])):
         engine.update_weights(model)
         assert engine.weights_version == round_ + 1
@@ -63,8 +61,7 @@ def test_three_updates_equal_three_fresh_engines(engine, policies):
         (lambda p: p.update(norm=np.zeros(64, np.int32)), "norm is int32"),
     ],
 )
-def test_an_update_that_is_not_whole_changes_nothing(engine, policies, change, named):
-    # B097, B103
+def test_b097_an_update_that_is_not_whole_changes_nothing(engine, policies, change, named):
     digest = engine.weights_digest
     params = dict(policies[1].params())
     change(params)
@@ -127,8 +124,7 @@ def test_parts_without_a_start_are_refused(engine, policies):
         engine.finish_weight_update()
 
 
-def test_sleep_gives_everything_back(engine, policies):
-    # B065
+def test_b065_sleep_gives_everything_back(engine, policies):
     before = generate(engine)
     engine.sleep(level=1)
     engine.wake_up()
@@ -137,8 +133,7 @@ def test_sleep_gives_everything_back(engine, policies):
     assert_same_samples(before, after)
 
 
-def test_dropped_weights_must_come_back_before_anything_is_generated(engine, policies):
-    # B095
+def test_b095_dropped_weights_must_come_back_before_anything_is_generated(engine, policies):
     engine.sleep(level=2)
     with pytest.raises(WeightsError, match="update_weights"):
         engine.wake_up()
@@ -158,8 +153,7 @@ def test_an_update_in_sleep_counts_after_it(engine, policies):
     assert_trainer_agrees(policies[1], generate(engine))
 
 
-def test_a_tied_head_follows_the_embedding():
-    # B092
+def test_b092_a_tied_head_follows_the_embedding():
     tied = policy(tie_word_embeddings=True)
     llm = start(tied)
     assert_trainer_agrees(tied, generate(llm))
@@ -173,8 +167,7 @@ def test_a_tied_head_follows_the_embedding():
     llm.close()
 
 
-def test_an_untied_head_does_not(engine, policies):
-    # B092
+def test_b092_an_untied_head_does_not(engine, policies):
     moved = policy(0)
     moved.weights["embed_tokens"][...] = jax.numpy.flip(policies[0].params()["embed_tokens"], 0)
     engine.update_weights(moved)
