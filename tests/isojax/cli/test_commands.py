@@ -6,6 +6,7 @@ import pytest
 
 from isojax import cli
 from isojax.cli.app import parallelism
+from isojax.cli.train import DEMO
 from isojax.errors import ConfigError
 
 CONFIG = """
@@ -76,6 +77,32 @@ def test_refusals_exit_with_2_and_say_all_violations(isojax, tmp_path):
     assert (code, out) == (2, "")
     assert "ConfigError" in err
     assert "did you mean lr?" in err
+
+
+def test_a_dry_run_checks_everything_and_trains_nothing(isojax, tmp_path):
+    out_json = tmp_path / "plan.json"
+    code, out, err = isojax(
+        "train", DEMO, "train.steps=7", f"run.directory={tmp_path}", "--dry-run", "--json", out_json
+    )
+    assert code == 0
+    assert out == f"{DEMO}: ready, nothing was trained\n"
+    assert "7 steps" in err
+    assert "log-probabilities compared before every update" in err
+    assert json.loads(out_json.read_text())["config"]["train"]["steps"] == 7
+    assert list(tmp_path.iterdir()) == [out_json]
+
+
+def test_numerics_native_are_announced(isojax):
+    assert "NOTHING IS PROMISED" in isojax("train", DEMO, "policy.numerics=native", "--dry-run")[2]
+
+
+def test_a_contract_is_shown_op_by_op(isojax, tmp_path):
+    code, out, _ = isojax("contract", "show", "exact", "--json", tmp_path / "contract.json")
+    assert code == 0
+    assert "exact (exact)" in out
+    assert "isojax.trees.fold" in out
+    assert json.loads((tmp_path / "contract.json").read_text())["digest"] in out
+    assert isojax("contract", "show", "no_such_contract")[0] == 2
 
 
 def test_unknown_commands_and_options_exit_with_2(isojax):
