@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Float, Int32
 
-from isojax.errors import MismatchError
+from isojax.errors import MismatchError, WeightsError
 from isojax.rl.packing import Batch
 from isojax.samples import Sample
 from isojax.sampling import Sampling
@@ -69,8 +69,15 @@ def check_parity(
 
     Raises:
         MismatchError: If a bit differs. The sequences are saved, `isojax diff` reproduces them.
+        WeightsError: If no token was sampled with the trainer's weights.
     """
     parity, different = _compare(batch, logprobs, weights_version)
+    if not parity.compared:
+        found = ", ".join(f"v{version}" for version in sorted(set(batch.versions[batch.mask].tolist())))
+        raise WeightsError(
+            f"the trainer has v{weights_version}, the whole batch was sampled with {found}: generate it again; a check"
+            " that compares nothing has shown nothing"
+        )
     if not parity.different:
         return parity
     mismatch = Mismatch.of(batch, logprobs, different)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from isojax.bits import assert_bit_equal
-from isojax.errors import MismatchError
+from isojax.errors import MismatchError, WeightsError
 from isojax.rl.packing import pack
 from isojax.rl.parity import Mismatch, check_parity, compare
 from tests.isojax.rl.outputs import completion, random_outputs, request
@@ -77,6 +77,11 @@ def test_tokens_of_other_weights_are_counted_and_not_compared():
     stale = flip(batch.rollout_logprobs, np.flatnonzero(batch.mask)[0])
     assert str(check_parity(batch, stale)) == "2 compared, 0 different, 1 off-policy"
     assert str(compare(batch, stale, weights_version=1)) == "1 compared, 1 different, 2 off-policy"
+
+
+def test_a_batch_of_other_weights_alone_is_refused(batch):
+    with pytest.raises(WeightsError, match="the trainer has v11, the whole batch was sampled with v0"):
+        check_parity(batch, batch.rollout_logprobs, weights_version=11)
 
 
 def test_what_explains_the_mismatch_is_part_of_the_message(batch, tmp_path):
