@@ -18,7 +18,7 @@ from vllm import RequestOutput, SamplingParams  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from isojax.contract import Identity, exchange  # noqa: E402
-from isojax.errors import IsojaxError, SamplingError  # noqa: E402
+from isojax.errors import ConfigError, IsojaxError, SamplingError  # noqa: E402
 from qwen35_moe import identity  # noqa: E402
 from rollout_bridge import sampling, served  # noqa: E402
 
@@ -84,7 +84,7 @@ class LLM(vllm.LLM):
             try:
                 super().__init__(**(settings | options))
             except ValidationError as error:
-                raise _own(error) or error from None
+                raise _refusal(error) from None
         self.llm_engine.set_weight_version("0")
         self._agreed = False
         if colocated:
@@ -241,10 +241,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _own(error: ValidationError) -> IsojaxError | None:
-    """The refusal of ours that pydantic wrapped, if it is one."""
-    for found in error.errors():
-        cause = (found.get("ctx") or {}).get("error")
-        if isinstance(cause, IsojaxError):
-            return cause
-    return None
+def _refusal(error: ValidationError) -> IsojaxError:
+    """Our refusal that pydantic wrapped, or vLLM's as one of ours."""
+    causes = [(found.get("ctx") or {}).get("error") for found in error.errors()]
+    ours = [cause for cause in causes if isinstance(cause, IsojaxError)]
+    return ours[0] if ours else ConfigError("; ".join(found["msg"] for found in error.errors()))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from isojax.errors import ConfigError
+from isojax.errors import ConfigError, SamplingError
 from isojax.layouts import CHUNK
 from rollout_bridge import memory, set_environment
 
@@ -126,9 +126,14 @@ class JaxPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        from vllm.exceptions import VLLMValidationError
+
         from rollout_bridge.sampling import refuse_unsupported
 
-        refuse_unsupported(params)
+        try:
+            refuse_unsupported(params)
+        except SamplingError as error:
+            raise VLLMValidationError(str(error)) from error  # The server answers it with status 400.
 
 
 def use() -> None:

@@ -42,7 +42,7 @@ def _sharding(config: "VllmConfig") -> list[str]:
 
 
 def _other(config: "VllmConfig") -> list[str]:
-    model, kv, scheduling = config.model_config, config.cache_config, config.scheduler_config
+    model, kv = config.model_config, config.cache_config
     found = []
 
     def check(fits: bool, message: str) -> None:
@@ -65,10 +65,6 @@ def _other(config: "VllmConfig") -> list[str]:
     check(
         not kv.user_specified_block_size or kv.block_size % CHUNK == 0,
         f"block_size={kv.block_size} is not a multiple of {CHUNK}: leave it out",
-    )
-    check(
-        scheduling.enable_chunked_prefill or not kv.enable_prefix_caching,
-        "prefix caching needs chunked prefill: leave enable_chunked_prefill on",
     )
     if model is not None:
         check(

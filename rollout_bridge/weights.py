@@ -22,12 +22,12 @@ from qwen35_moe.model import param_shapes, rollout_params
 
 type Params = Mapping[str, Any]
 
-_clocks: dict[str, int] = {}
+_updates = 0
 
 
-def clock(engine: str) -> int:
-    """How often the weights of an engine of this process changed; `engine` is vLLM's `instance_id`."""
-    return _clocks.get(engine, 0)
+def updates() -> int:
+    """How often weights of any engine of this process were exchanged."""
+    return _updates
 
 
 def flatten(params: Params, prefix: str = "") -> dict[str, Any]:
@@ -92,12 +92,11 @@ class Weights:
     """The weights that an engine generates with, and the updates they go through.
 
     Attributes:
-        engine: vLLM's `instance_id`; its `clock` ticks when the weights change.
         version: Number of updates so far; the weights that the engine started with are version 0.
     """
 
-    def __init__(self, config: Config, ops: Ops, engine: str):
-        self.engine, self.version = engine, 0
+    def __init__(self, config: Config, ops: Ops):
+        self.version = 0
         self._rounded = _rounding(config, ops)
         shapes = jax.tree.map(
             lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -143,7 +142,7 @@ class Weights:
 
     def load(self, params: Params) -> int:
         """Takes the first weights, as version 0; returns the bytes that are not shared with `params`."""
-        self._commit(self._checked(params), self.version)
+        self._commit(self._checked(params))
         given = {value.unsafe_buffer_pointer() for value in flatten(params).values() if isinstance(value, jax.Array)}
         return sum(v.nbytes for v in flatten(self.params).values() if v.unsafe_buffer_pointer() not in given)
 
@@ -164,7 +163,10 @@ class Weights:
         if expected_digests is not None and dict(expected_digests) != (found := digests(params)):
             wrong = sorted(n for n in found.keys() | expected_digests if found.get(n) != expected_digests.get(n))
             raise WeightsError(f"weights changed on their way, version stays {self.version}: {_listed(wrong)}")
-        self._commit(self._checked(params), self.version + 1)
+        global _updates
+        self._commit(self._checked(params))
+        _updates += 1
+        self.version += 1
         return self.version
 
     def start(self) -> None:
@@ -228,11 +230,9 @@ class Weights:
         # Vectors, and in float32 everything, stay the arrays that they are: shared, not copied.
         return unflatten(arrays | self._rounded(arrays))
 
-    def _commit(self, rollout: dict[str, Any], version: int) -> None:
+    def _commit(self, rollout: dict[str, Any]) -> None:
         self._digests = digests(rollout)
         self._params, self._asleep = rollout, None
-        _clocks[self.engine] = clock(self.engine) + 1
-        self.version = version
 
 
 @functools.lru_cache(maxsize=8)

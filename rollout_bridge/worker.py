@@ -42,7 +42,7 @@ class JaxWorker(WorkerBase):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.model = served.of(self.vllm_config)
-        self.weights = Weights(self.model.config, self.model.ops, self.vllm_config.instance_id)
+        self.weights = Weights(self.model.config, self.model.ops)
         self._weight_bytes = self.weights.load(self.model.params)
         # A trainer's parameters are not ours to keep alive.
         self.model = dataclasses.replace(self.model, params={})

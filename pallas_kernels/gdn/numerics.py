@@ -13,7 +13,7 @@ class Numerics:
     """Decides the bits of the delta rule.
 
     Attributes:
-        form: How a chunk is computed (DESIGN section 7).
+        form: How a chunk is computed (docs/gated_deltanet.md).
         chunk: Tokens between two states, on the absolute grid of a sequence.
 
     Raises:

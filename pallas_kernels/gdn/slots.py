@@ -16,7 +16,7 @@ class OpenChunk:
     """The rows of a chunk that is not full, one slot a request.
 
     Row r is there when the request has computed r + 1 tokens of the chunk; other rows hold anything and
-    are never read. Names as in DESIGN section 7.
+    are never read. Names as in docs/gated_deltanet.md.
 
     Attributes:
         k: Normalised keys, in the compute dtype.

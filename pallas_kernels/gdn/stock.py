@@ -46,7 +46,7 @@ def gdn_chunks(
 ) -> tuple[
     Float[Array, "blocks 64 heads value_dim"], Float32[Array, "sequences heads key_dim value_dim"], RunningState
 ]:
-    """The chunk form of QWEN35_MOE 2.4 in float32: U = T β V, W = T β e^G K, V′ = U − W S, for whole blocks.
+    """The usual chunk form in float32: U = T β V, W = T β e^G K, V′ = U − W S, for whole blocks.
 
     Returns:
         Outputs, the state after each sequence's last closed chunk, and that after its last row.

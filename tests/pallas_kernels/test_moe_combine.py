@@ -139,7 +139,7 @@ def moe_native(w, x, valid, segments):
 
 
 def moe_float64(w, x):
-    """QWEN35_MOE appendix A, token by token."""
+    """The layer in float64, token by token."""
     sigmoid = lambda a: 1 / (1 + np.exp(-a))  # noqa: E731
     silu = lambda a: a * sigmoid(a)  # noqa: E731
     w = {name: np.asarray(value, np.float64) for name, value in w.items()}

@@ -110,7 +110,7 @@ def test_transformers_loads_every_layout_and_computes_the_reference_logits(layou
     assert not any(info.values()), info
     with torch.no_grad():
         logits = model(torch.tensor(tiny.tokens())).logits.numpy()
-    # float64 values of QWEN35_MOE.md section 4; float32 is within 1e-4 of them.
+    # float64 values of the reference model; float32 is within 1e-4 of them.
     np.testing.assert_allclose(logits[0, 0, :4], [0.4136776076, 0.1969598667, 0.3994475824, -1.2527405518], atol=1e-4)
     np.testing.assert_allclose(logits[1, 71, :4], [-0.6172196033, 0.1840443748, 0.6833498184, -0.2903127483], atol=1e-4)
     want = [246, 222, 370, 416, 115, 195, 47, 161, 298, 41, 467, 116, 263, 463, 160, 401]

@@ -1,4 +1,4 @@
-"""The tiny reference model of QWEN35_MOE.md section 4, and a dense sibling, by the seeded procedure of section 4.1."""
+"""The tiny reference model, by a seeded procedure without a framework's generator, and a dense sibling."""
 
 import functools
 from pathlib import Path

@@ -23,7 +23,7 @@ def seeded_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
     """Float32 values from NumPy's frozen MT19937 stream, of a size that a trained tensor of that name might have.
 
     Unlike a usual initialisation, nothing is 0 or 1, so that a norm or bias that is applied wrongly shows.
-    With `seed` 0 these are the weights of the reference model (QWEN35_MOE.md section 4.1).
+    With `seed` 0 these are the weights of the reference model (tests/qwen35_moe/tiny.py).
     """
     random = np.random.RandomState((zlib.crc32(name.encode()) + seed) % 2**32)
     if name.endswith("A_log"):
