@@ -1,4 +1,4 @@
-"""Gated DeltaNet as `incremental_chunk`: whole chunks and single tokens compute the same bits (docs/gated_deltanet.md)."""
+"""Gated DeltaNet: whole chunks and single tokens compute the same bits (docs/gated_deltanet.md)."""
 
 import dataclasses
 import functools
