@@ -52,49 +52,67 @@ TASK = TaskSource(
 
 
 @dataclasses.dataclass(frozen=True)
-class Warmup:
-    """How the small policy is taught.
+class Lesson:
+    """Supervised updates on the task's answers.
 
     Attributes:
-        steps: Updates; few, so that there is something left to learn from rewards.
+        steps: Number of updates.
+        lr: Peak learning rate.
+        wrong: Share of demonstrations that show the answer of another item.
+        rise: Steps of a linear rise, before a linear fall to a tenth; without, the rate is constant.
+        seed: Of the data.
         batch: Items of an update.
-        lr: Peak learning rate, after a linear rise, before a linear fall to a tenth.
-        rise: Steps of the rise.
-        seed: Of weights and data.
-        numerics: Of the ops; only the policy's weights depend on it.
     """
 
-    steps: int = 400
-    batch: int = 64
-    lr: float = 2e-3
-    rise: int = 40
+    steps: int
+    lr: float
+    wrong: float = 0.0
+    rise: int = 0
     seed: int = 0
-    numerics: str = "exact"
+    batch: int = 64
 
-    def rate(self, step: int) -> float:
-        """The learning rate of one step."""
-        return self.lr * min(1.0, (step + 1) / self.rise) * (1.0 - 0.9 * step / self.steps)
+    @property
+    def rates(self) -> np.ndarray:
+        """The learning rate of every step."""
+        if not self.rise:
+            return np.full(self.steps, self.lr, np.float32)
+        steps = range(self.steps)
+        return np.array(
+            [self.lr * min(1.0, (s + 1) / self.rise) * (1.0 - 0.9 * s / self.steps) for s in steps], np.float32
+        )
+
+    def batches(self, task: Task) -> Iterator[Batch]:
+        """The items of every step, as the batch that imitates their answers."""
+        rng = np.random.default_rng(self.seed)
+        for _ in range(self.steps):
+            items = [task.items[i] for i in rng.integers(len(task.items), size=self.batch)]
+            if self.wrong:
+                others = rng.integers(len(task.items), size=self.batch)
+                exchanged = rng.random(self.batch) < self.wrong
+                items = [
+                    {**item, "answer": task.items[other]["answer"]} if swap else item
+                    for item, other, swap in zip(items, others, exchanged, strict=True)
+                ]
+            yield imitate(task, items)
 
 
-def warm_up(plan: Warmup = Warmup(), progress: Callable[[int, float], None] = lambda step, loss: None) -> Qwen35Moe:
+LESSONS = (Lesson(400, 2e-3, rise=40), Lesson(100, 5e-4, wrong=0.5, seed=1))
+"""First how to add, then from demonstrations of which half are wrong: what is left to learn is to trust what it knows."""
+
+
+def warm_up(
+    lessons: Sequence[Lesson] = LESSONS, progress: Callable[[int, float], None] = lambda step, loss: None
+) -> Qwen35Moe:
     """The small policy after its supervised updates."""
-    config = CONFIG
-    model = Qwen35Moe(config, init_params(config, plan.seed), bind(plan.numerics))
-    rates = np.array([plan.rate(step) for step in range(plan.steps)], np.float32)
-    optimizer = nnx.Optimizer(model, optim.adamw(_Table(rates), b2=0.95, max_grad_norm=1.0), wrt=nnx.Param)
-    for step, batch in enumerate(batches(TASK.build(), plan)):
-        grads, scores = policy_gradient(model, batch, supervised_loss)
-        optimizer.update(model, grads)
-        progress(step, scores.loss)
+    model, task, done = Qwen35Moe(CONFIG, init_params(CONFIG, seed=0), bind("exact")), TASK.build(), 0
+    for lesson in lessons:
+        optimizer = nnx.Optimizer(model, optim.adamw(_Table(lesson.rates), b2=0.95, max_grad_norm=1.0), wrt=nnx.Param)
+        for batch in lesson.batches(task):
+            grads, scores = policy_gradient(model, batch, supervised_loss)
+            optimizer.update(model, grads)
+            done += 1
+            progress(done, scores.loss)
     return model
-
-
-def batches(task: Task, plan: Warmup) -> Iterator[Batch]:
-    """The items of every step, as the batch that imitates their answers."""
-    rng = np.random.default_rng(plan.seed)
-    for _ in range(plan.steps):
-        picks = rng.integers(len(task.items), size=plan.batch)
-        yield imitate(task, [task.items[i] for i in picks])
 
 
 def imitate(task: Task, items: Sequence[Item]) -> Batch:
@@ -121,12 +139,10 @@ class _Table:
         return jnp.asarray(self.rates)[count]
 
 
-def main(out: str, *overrides: str) -> None:
-    """Writes the warmed-up policy to `out`, replacing what is there; `overrides` such as `steps=10`."""
-    types = {field.name: field.type for field in dataclasses.fields(Warmup)}
-    values = dict(pair.split("=", 1) for pair in overrides)
-    plan = Warmup(**{k: {int: int, float: float}.get(types[k], str)(v) for k, v in values.items()})  # pyright: ignore
-    model = warm_up(plan, lambda step, loss: print(f"{step + 1}/{plan.steps} loss {loss:.4f}", file=sys.stderr))
+def main(out: str) -> None:
+    """Writes the warmed-up policy to `out`, replacing what is there."""
+    steps = sum(lesson.steps for lesson in LESSONS)
+    model = warm_up(progress=lambda step, loss: print(f"{step}/{steps} loss {loss:.4f}", file=sys.stderr))
     folder = Path(out)
     shutil.rmtree(folder, ignore_errors=True)
     export(folder, model.params(), model.config, tokenizer=byte_tokenizer(), dtype="float32")
@@ -134,4 +150,4 @@ def main(out: str, *overrides: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])
