@@ -18,7 +18,7 @@ from isojax.rl.config import Config, load
 from isojax.rl.trainer import Engine, Summary, Trainer, seeds_of
 
 SEEDS = (0, 1, 2)
-STEPS = 24
+STEPS = 16
 
 
 def pass_rate(engine: Engine, config: Config) -> float:
@@ -59,20 +59,30 @@ def learn(seed: int, numerics: str, overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def mean_pass_rates(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Over the seeds of each numerics."""
+    return {
+        numerics: {
+            when: statistics.fmean(run[when] for run in runs if run["numerics"] == numerics)
+            for when in ("before", "after")
+        }
+        for numerics in dict.fromkeys(run["numerics"] for run in runs)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     args = parser.parse_args()
-    runs = [learn(seed, numerics, args.overrides) for numerics in ("exact", "native") for seed in SEEDS]
-    means = {
-        numerics: {
-            when: statistics.fmean(run[when] for run in runs if run["numerics"] == numerics)
-            for when in ("before", "after")
-        }
-        for numerics in ("exact", "native")
-    }
-    args.json.write_text(json.dumps({"held_out_items": 200, "mean_pass_rate": means, "runs": runs}, indent=2) + "\n")
+    runs: list[dict[str, Any]] = []
+    for numerics in ("exact", "native"):
+        for seed in SEEDS:
+            runs.append(learn(seed, numerics, args.overrides))
+            means = mean_pass_rates(runs)
+            result = {"held_out_items": 200, "mean_pass_rate": means, "runs": runs}
+            args.json.write_text(json.dumps(result, indent=2) + "\n")
+    means = mean_pass_rates(runs)
     for numerics, mean in means.items():
         print(
             f"{numerics}: pass rate {mean['before']:.3f} before, {mean['after']:.3f} after, mean of {len(SEEDS)} seeds"

@@ -97,7 +97,7 @@ class Lesson:
 
 
 LESSONS = (Lesson(400, 2e-3, rise=40), Lesson(100, 5e-4, wrong=0.5, seed=1))
-"""First how to add, then from demonstrations of which half are wrong: what is left to learn is to trust what it knows."""
+"""How to add; then from demonstrations of which half are wrong, so that it knows more than it says."""
 
 
 def warm_up(
