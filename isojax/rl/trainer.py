@@ -46,6 +46,10 @@ class Engine(Protocol):
         """Exchanges all weights, or raises and keeps the old ones."""
         ...
 
+    def close(self) -> None:
+        """Frees what the engine holds."""
+        ...
+
 
 type Connect = Callable[[Qwen35Moe, Config], Engine]
 type Explain = Callable[[Qwen35Moe, Mismatch], str]

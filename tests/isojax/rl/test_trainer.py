@@ -34,6 +34,9 @@ class Engine:
             self._model.weights[name].set_value(value)
         self.weights_version += 1
 
+    def close(self) -> None:
+        pass
+
     def rollout(self, prompts, seeds):
         outputs = []
         for prompt, seed in zip(prompts, seeds, strict=True):
