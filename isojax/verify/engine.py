@@ -20,26 +20,27 @@ from rollout_bridge.rollouts import Rollouts
 TOKENS = 24  # Drawn for each sample: prompts end just before chunk borders, so decoding crosses them.
 REQUESTS = 33
 PREFIX_PAGES = 4
+NUM_BLOCKS = (
+    120  # Of all engines, so that they share programs. A long sequence takes about 16: 33 requests do not all fit.
+)
 
 
 def rows(checkpoint: Path, numerics: str) -> Iterator[Row]:
-    """The rows of one checkpoint, in bfloat16; four engines are started one after another."""
+    """The rows of one checkpoint, in bfloat16; engines are started one after another."""
     model = from_pretrained(checkpoint, numerics=numerics)
     page = page_tokens(model.config)
-    with _Engine(model, page) as engine:
-        for count in (1, 7, REQUESTS):
+    with _Engine(model, page, disable_log_stats=False) as engine:
+        for count in (1, 7):
             yield engine.row(f"{count} requests", engine.prompts(count))
         for pages in range(1, PREFIX_PAGES + 1):
             yield engine.prefix_row(pages)
+        yield engine.preempted_row()
         yield engine.update_row()
     for budget in (page, page + page // 2, 4 * page):
         with _Engine(model, page, max_num_batched_tokens=budget) as engine:
             yield engine.row(f"token budget of {budget}", engine.prompts(9))
     with _Engine(model, page, async_scheduling=False) as engine:
         yield engine.row("synchronous scheduling", engine.prompts(9))
-    # Four groups of pages: every request needs a few of each, and not all requests fit.
-    with _Engine(model, page, num_gpu_blocks_override=40, disable_log_stats=False) as engine:
-        yield engine.preempted_row()
 
 
 class _Engine:
@@ -50,6 +51,8 @@ class _Engine:
         settings = {
             "max_model_len": (PREFIX_PAGES + 3) * page,
             "max_num_seqs": REQUESTS,
+            "max_num_batched_tokens": 4 * page,
+            "num_gpu_blocks_override": NUM_BLOCKS,
             "skip_tokenizer_init": True,
         }
         sampling = {"n": 2, "max_tokens": TOKENS, "temperature": 0.9, "ignore_eos": True, "detokenize": False}
@@ -89,10 +92,11 @@ class _Engine:
         return self._compare("after update_weights", self._run(prompts))
 
     def preempted_row(self) -> Row:
-        """So few pages that requests lose theirs and start again."""
+        """More requests than pages, so that some lose theirs and start again."""
         outputs = self._run(self.prompts(REQUESTS))
         counters = {metric.name: getattr(metric, "value", 0) for metric in self._rollouts.llm.get_metrics()}
-        return self._compare("pre-empted requests", outputs if counters["vllm:num_preemptions"] else [])
+        preempted = counters.get("vllm:num_preemptions", 0)
+        return self._compare(f"{REQUESTS} requests, some pre-empted", outputs if preempted else [])
 
     def _run(self, prompts: Sequence[np.ndarray]) -> Sequence[Request]:
         ids: Any = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
