@@ -30,9 +30,6 @@ from rollout_bridge.weights import Weights
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-MOST_LIKELY = 32
-"""Likeliest tokens computed when any are asked for: one program serves every number up to it."""
-
 
 @dataclasses.dataclass
 class PromptScores:
@@ -41,9 +38,15 @@ class PromptScores:
     parts: "list[tuple[Scores, int]]" = dataclasses.field(default_factory=list)
 
     def tensors(self, most_likely: int) -> LogprobsTensors:
-        """Token ids, log-probabilities and ranks of the prompt's second to last token, the given token first."""
+        """Token ids, log-probabilities and ranks of the prompt's second to last token, the given token first.
+
+        Raises:
+            SamplingError: If one of them is NaN.
+        """
         columns = zip(*(scores.on_host(count) for scores, count in self.parts), strict=True)
         tokens, values, ranks = (np.concatenate(column) for column in columns)
+        if np.isnan(values).any():
+            raise SamplingError("NaN log-probability in a prompt: check the weights; nothing was kept")
         width = most_likely + 1
         kept = tokens[:, :width], values[:, :width], ranks
         return LogprobsTensors(*(torch.from_numpy(np.ascontiguousarray(x)) for x in kept))
@@ -178,7 +181,7 @@ class Runner:
             controls,
             sampling.edits(requests, counts, size, self.programs.vocab),
             filtered=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in (r.sampling for r in requests)),
-            most_likely=MOST_LIKELY if most else 0,
+            most_likely=sampling.MOST_LIKELY if most else 0,
         )
         for request, count in zip(requests, counts, strict=True):
             request.fresh = False
@@ -237,7 +240,7 @@ class Runner:
             request = scored.get(p.slot)
             if request is None:
                 continue
-            most = MOST_LIKELY if request.sampling.prompt_logprobs else 0
+            most = sampling.MOST_LIKELY if request.sampling.prompt_logprobs else 0
             # The prompt's last token has nothing after it.
             count = min(p.end, request.prompt_len - 1) - p.start
             for begin in range(0, count, CHUNK):

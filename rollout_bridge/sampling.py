@@ -27,7 +27,12 @@ _SERVED = {
     "_watermarking_skipped",
 }  # fmt: skip
 _NAMES = re.compile(r"^(?:(?P<sample>\d+)_)?(?P<request>.*?)(?:-[0-9a-f]{8})?$", re.DOTALL)
+
 MAX_EDITS = 1024
+"""Tokens of one request whose logits may be edited."""
+
+MOST_LIKELY = 32
+"""Likeliest tokens scored when any are asked for: one program serves every number up to it."""
 
 
 def refuse_unsupported(params: Any) -> None:
@@ -49,8 +54,9 @@ def refuse_unsupported(params: Any) -> None:
     if params.watermarking:
         refused.append("watermarking=True is not served")
     for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) == -1:
-            refused.append(f"{name}=-1 (the whole vocabulary) is not served: ask for a number")
+        asked = getattr(params, name)
+        if asked is not None and not 0 <= asked <= MOST_LIKELY:
+            refused.append(f"{name}={asked} is not served: ask for 0 to {MOST_LIKELY} likeliest tokens")
     if params.flat_logprobs and (params.logprobs or params.prompt_logprobs):
         refused.append("flat_logprobs lists a sampled token twice when it is among the likeliest: leave it off")
     if params.prompt_logprobs is not None:

@@ -204,6 +204,8 @@ def test_b085_a_nan_logit_fails_the_call_and_the_engine_goes_on(engine, model):
     engine.update_weights(broken)
     with pytest.raises(SamplingError, match="NaN"):
         engine.generate(prompts(9, 10, seed=21), sample(), use_tqdm=False)
+    with pytest.raises(SamplingError, match="NaN"):
+        engine.generate(prompts(90, seed=21), sample(prompt_logprobs=0, temperature=1.0), use_tqdm=False)
     engine.update_weights(model)
     outputs = engine.generate(prompts(9, 10, seed=21), sample(), use_tqdm=False)
     assert_trainer_agrees(model, outputs)

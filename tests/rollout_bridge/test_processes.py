@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 
 from isojax.models import from_pretrained
+from qwen35_moe import rollout_params
+from qwen35_moe.checkpoint import export
 from rollout_bridge import LLM
+from rollout_bridge.rollouts import Rollouts
+from rollout_bridge.weights import digests
 from tests.bits import bits
 from tests.qwen35_moe import tiny
 from tests.rollout_bridge.engines import assert_trainer_agrees, prompts, sample, trainer_scores
@@ -62,7 +66,7 @@ def server(checkpoint):
     code = f"from rollout_bridge.serve import serve\nif __name__ == '__main__': serve({str(checkpoint)!r}, {flags!r})"
     script = checkpoint.parent / "serve.py"
     script.write_text(code)
-    process = subprocess.Popen([sys.executable, script], env=os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"})
+    process = subprocess.Popen([sys.executable, script], env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
     url = f"http://127.0.0.1:{port}"
     for _ in range(600):
         assert process.poll() is None, "the server ended"
@@ -110,6 +114,38 @@ def test_the_server_chats(server):
     for entry in content:
         tokens = [top["token"] for top in entry["top_logprobs"]]
         assert len(tokens) == len(set(tokens)) == 3
+
+
+def test_weights_come_over_http_and_old_prefixes_are_forgotten(server, model, checkpoint):
+    # vLLM's protocol; nobody resets the prefix cache (B101).
+    params = model.params() | {"norm": model.params()["norm"] + np.float32(0.25)}
+    export(checkpoint.parent / "moved", params, model.config)
+    moved = from_pretrained(checkpoint.parent / "moved")  # The file rounds.
+    ids = [token % 250 for token in prompts(150, seed=62)[0]["prompt_token_ids"]]
+    options = {"max_tokens": 5, "temperature": 0.8, "logprobs": 0, "seed": 3, "return_token_ids": True}
+    assert post(f"{server}/v1/completions", prompt=ids, **options)[0] == 200
+    assert post(f"{server}/start_weight_update")[0] == 200
+    assert post(f"{server}/update_weights", update_info={"path": str(checkpoint.parent / "moved")})[0] == 200
+    assert post(f"{server}/finish_weight_update", weight_version="1")[0] == 200
+    status, answer = post(f"{server}/v1/completions", prompt=ids, **options)
+    assert status == 200, answer
+    [choice] = answer["choices"]
+    [want] = trainer_scores(moved, [[*ids, *choice["token_ids"]]], 0.8)
+    got = np.array(choice["logprobs"]["token_logprobs"], np.float32)
+    assert bits(got).tolist() == bits(want[149:]).tolist()
+    _, answer = post(f"{server}/weight_checker", action="checksum")
+    assert answer["checksums"] == digests(rollout_params(moved.params(), moved.config, moved.ops))
+
+
+def test_prompts_of_text_go_through_the_checkpoints_tokenizer(model):
+    engine = Rollouts(model, SIZES, {"max_tokens": 6, "temperature": 1.0}, chat=True)
+    try:
+        outputs = engine.rollout(["2+2=", "hello"], [1, 2])
+        assert all(output.outputs[0].text is not None for output in outputs)
+        assert len(outputs[0].prompt_token_ids) > 4
+        assert_trainer_agrees(model, outputs)
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ REFUSED = {
     "bad_words": ["no"],
     "structured_outputs": StructuredOutputsParams(regex="a+"),
     "logprobs": -1,
-    "prompt_logprobs": -1,
+    "prompt_logprobs": 33,
     "logprob_token_ids": [1, 2],
     "extra_args": {"anything": 1},
     "thinking_token_budget": 8,
