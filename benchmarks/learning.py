@@ -18,7 +18,7 @@ from isojax.rl.config import Config, load
 from isojax.rl.trainer import Engine, Summary, Trainer, seeds_of
 
 SEEDS = (0, 1, 2)
-STEPS = 16
+STEPS = 60
 
 
 def pass_rate(engine: Engine, config: Config) -> float:
