@@ -91,7 +91,12 @@ def score_rows(
 
 
 def score_hidden(params: Any, hidden, targets, config: Config, ops: Ops, sampling: Sampling, segments=None):
-    """The last step of `score_rows`, from hidden rows of any phase."""
+    """The last step of `score_rows`, from hidden rows of any phase.
+
+    Raises:
+        SamplingError: If tokens were drawn from a truncated distribution, whose mask scoring does not recompute yet.
+    """
+    sampling.refuse_truncation()
     scores = logits(params, hidden, config, ops, segments=segments)
     return ops.logprob(scores, targets, temperature=sampling.temperature)
 
