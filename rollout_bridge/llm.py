@@ -18,7 +18,7 @@ from vllm import RequestOutput, SamplingParams  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from isojax.contract import Identity, exchange  # noqa: E402
-from isojax.errors import ConfigError, IsojaxError, SamplingError  # noqa: E402
+from isojax.errors import ConfigError, IsojaxError, SamplingError, WeightsError  # noqa: E402
 from qwen35_moe import identity  # noqa: E402
 from rollout_bridge import sampling, served  # noqa: E402
 
@@ -57,6 +57,7 @@ class LLM(vllm.LLM):
         **options: Any,
     ):
         self._sampling: dict[str, SamplingParams] = {}
+        self._asleep = False
         colocated = not isinstance(model, str | os.PathLike)
         extra = dict(options.pop("additional_config", None) or {})
         vllm.envs.disable_envs_cache()  # An engine of this process may have frozen what vLLM reads of it.
@@ -163,6 +164,20 @@ class LLM(vllm.LLM):
         version = self._ask("finish_weight_update")
         self.llm_engine.set_weight_version(weight_version or str(version))
 
+    def sleep(self, level: int = 1, mode: Any = "abort") -> None:
+        """As `vllm.LLM.sleep`: level 0 pauses, 1 moves weights to the host, 2 drops them; 1 and 2 free all pages."""
+        super().sleep(level, mode)
+        self._asleep = True
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        """As `vllm.LLM.wake_up`.
+
+        Raises:
+            WeightsError: If pages are asked back while weights that level 2 dropped are not: the engine sleeps on.
+        """
+        self._asleep = not super().wake_up(tags)
+        return not self._asleep
+
     def close(self) -> None:
         """Frees the engine's memory; it cannot be used afterwards."""
         self.llm_engine.engine_core.shutdown()
@@ -194,6 +209,8 @@ class LLM(vllm.LLM):
 
     def _run_engine(self, *args: Any, **kwargs: Any) -> list[Any]:
         try:
+            if self._asleep:
+                raise WeightsError("the engine sleeps: call wake_up() first")
             outputs = super()._run_engine(*args, **kwargs)
         except BaseException:
             self._abort_all()  # What is left would run with the next call's requests.

@@ -145,6 +145,14 @@ def test_b095_dropped_weights_must_come_back_before_anything_is_generated(engine
     assert_trainer_agrees(policies[1], generate(engine))
 
 
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_sleeping_engine_refuses_to_generate(engine, policies, level):
+    engine.sleep(level=level)
+    with pytest.raises(WeightsError, match="wake_up"):
+        generate(engine)
+    assert not engine.llm_engine.has_unfinished_requests()
+
+
 def test_an_update_in_sleep_counts_after_it(engine, policies):
     engine.sleep(level=1)
     engine.wake_up(tags=["weights"])
