@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from isojax.errors import SamplingError
-from rollout_bridge import tokens_and_logprobs
+from isojax.errors import IsojaxError, SamplingError
+from qwen35_moe import Config, Qwen35Moe
+from rollout_bridge import memory, tokens_and_logprobs
 from tests.bits import bits
 from tests.rollout_bridge.engines import (
+    OPS,
     PAGE,
     assert_same_samples,
     assert_trainer_agrees,
@@ -39,6 +41,16 @@ def test_the_engine_shares_the_policys_arrays(engine, model):
         worker.weights.params["embed_tokens"].unsafe_buffer_pointer()
         == model.params()["embed_tokens"].unsafe_buffer_pointer()
     )
+
+
+def test_pages_get_what_programs_leave(engine, monkeypatch):
+    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    on_cpu = worker.determine_available_memory()
+    monkeypatch.setattr(memory, "is_gpu", lambda: True)
+    assert 0 < worker.determine_available_memory() < on_cpu
+    monkeypatch.setattr(memory, "total_bytes", lambda: 1 << 20)
+    with pytest.raises(IsojaxError, match="no memory is left for pages"):
+        worker.determine_available_memory()
 
 
 def test_every_token_has_the_trainers_bits(engine, model):
@@ -237,3 +249,18 @@ def test_sampling_parameters_and_beams_are_refused_by_name(engine):
         engine.generate(prompts(5, seed=24), use_tqdm=False)
     with pytest.raises(SamplingError, match="beam"):
         engine.beam_search(prompts(5, seed=24), None)
+
+
+def test_a_multimodal_checkpoint_is_served_for_its_text(model):
+    text = model.config.to_hf()
+    outer = {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": text,
+        "tie_word_embeddings": False,
+    }
+    wrapped = Qwen35Moe(Config.from_hf(outer, compute_dtype="float32"), model.params(), OPS)
+    llm = start(wrapped)
+    outputs = llm.generate(prompts(70, seed=25), sample(), use_tqdm=False)
+    llm.close()
+    assert_trainer_agrees(model, outputs)
