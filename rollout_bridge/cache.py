@@ -16,7 +16,7 @@ import torch
 from isojax.errors import IsojaxError
 from pallas_kernels.binding import Ops
 from qwen35_moe.cache import Placement, init_cache
-from qwen35_moe.config import CONV_TAPS, Config, layer_type
+from qwen35_moe.config import CONV_TAPS, PERIOD, Config, layer_type
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -88,6 +88,12 @@ class Layout:
     attention_group: int
     state_groups: tuple[int, ...]
     placement: Placement
+
+    @classmethod
+    def least(cls, config: Config, page_tokens: int) -> "Layout":
+        """A layout of as few pages as can be: for planning."""
+        groups = tuple(range(1, PERIOD))
+        return cls(2, page_tokens, page_tokens, 0, groups, Placement.by_period(config))
 
     @classmethod
     def of(cls, config: Config, kv_cache: "KVCacheConfig") -> "Layout":

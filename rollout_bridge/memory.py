@@ -19,6 +19,11 @@ def total_bytes() -> int:
     return min(int(machine * _CPU_SHARE), _CPU_MOST)
 
 
+def is_gpu() -> bool:
+    """Whether the device has memory of its own to plan with."""
+    return _gpu() is not None
+
+
 def free_bytes() -> int:
     """Bytes that JAX may still take; opens the device."""
     import jax

@@ -24,9 +24,9 @@ from pallas_kernels.step import Chunks, Decode
 from qwen35_moe.cache import Cache, init_cache
 from qwen35_moe.config import Config
 from qwen35_moe.step import Residency, Step
-from rollout_bridge.batch import Homes, Inputs
+from rollout_bridge.batch import Buckets, Homes, Inputs, Tables, empty
 from rollout_bridge.cache import Layout
-from rollout_bridge.sampling import Controls, Edits
+from rollout_bridge.sampling import Controls, Edits, no_controls
 
 
 @pytree
@@ -112,6 +112,20 @@ class Programs:
         )
         tokens = jnp.zeros((self.num_slots, self.max_len + 1), jnp.int32)
         return State(cache, tokens, jnp.zeros((self.num_slots, self.config.hidden_size), self.config.compute_dtype))
+
+    def idle(self, rows: int, blocks: int) -> tuple[Inputs, Controls]:
+        """Inputs of a bucket in which nothing is there: for compiling its programs."""
+        nowhere = np.zeros((self.num_slots, self.pages), np.int32)
+        tables = Tables(nowhere, [nowhere] * len(self.layout.state_groups), self.layout.num_blocks)
+        return empty(rows, blocks, tables), no_controls(rows, self.num_slots)
+
+    def workspace_bytes(self, params: Any, buckets: Buckets) -> int:
+        """Bytes that the largest programs take beside weights and cache, as the compiler says."""
+        inputs, plain = self.idle(*max(buckets.shapes(), key=lambda shape: shape[0] + CHUNK * shape[1]))
+        state = jax.eval_shape(self.fresh_state)
+        programs = self._forward.lower(params, state, inputs), self._sample.lower(params, state, plain, None, True, 0)
+        sizes = [program.compile().memory_analysis() for program in programs]
+        return max(s.temp_size_in_bytes + s.output_size_in_bytes - s.alias_size_in_bytes for s in sizes)
 
     def forward(self, params: Any, state: State, inputs: Inputs) -> tuple[State, jax.Array]:
         """Runs decode rows and chunk blocks; returns the hidden rows too."""

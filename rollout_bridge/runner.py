@@ -22,7 +22,7 @@ from vllm.v1.outputs import (
 from isojax.errors import SamplingError, WeightsError
 from isojax.layouts import CHUNK
 from rollout_bridge import sampling
-from rollout_bridge.batch import Buckets, Piece, Tables, empty, pack, passes, piece
+from rollout_bridge.batch import Buckets, Piece, Tables, pack, passes, piece
 from rollout_bridge.programs import Programs, Scores, State
 from rollout_bridge.requests import Request, RequestTable
 from rollout_bridge.weights import Weights
@@ -105,16 +105,12 @@ class Runner:
 
     def warm_up(self) -> None:
         """Compiles the programs of every bucket, so that no request waits for one."""
-        nothing = Tables(
-            np.zeros((self.num_slots, self.programs.pages), np.int32),
-            [np.zeros((self.num_slots, self.programs.pages), np.int32)] * len(self.layout.state_groups),
-            self.layout.num_blocks,
-        )
         params, state = self.weights.params, self._awake()
-        for rows, blocks in self.buckets.shapes():
-            state, _ = self.programs.forward(params, state, empty(rows, blocks, nothing))
+        for shape in self.buckets.shapes():
+            inputs, _ = self.programs.idle(*shape)
+            state, _ = self.programs.forward(params, state, inputs)
         for rows in self.buckets.decode:
-            plain = sampling.controls([], [], rows, version=0, num_slots=self.num_slots)
+            _, plain = self.programs.idle(rows, 0)
             for filtered in (False, True):
                 state, _ = self.programs.sample(params, state, plain, None, filtered=filtered, most_likely=0)
         self.device = state

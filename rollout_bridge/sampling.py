@@ -184,6 +184,11 @@ def controls(
     )
 
 
+def no_controls(size: int, num_slots: int) -> Controls:
+    """Controls of `size` rows of which none is there."""
+    return controls([], [], size, version=0, num_slots=num_slots)
+
+
 def edits(requests: Sequence[Request], counts: Sequence[int], size: int, vocab: int) -> Edits | None:
     """Edits of the step's logits, or None when no row asks for any."""
     found = [_edits_of(r, r.computed + count - r.prompt_len) for r, count in zip(requests, counts, strict=True)]

@@ -71,40 +71,46 @@ class JaxWorker(WorkerBase):
         return [next(iter(KVCacheLayout)).name]
 
     def determine_available_memory(self) -> int:
-        """Bytes for pages: the engine's share of the device, less its weights and slots."""
+        """Bytes for pages: the engine's share of the device, less its weights, slots and what programs need."""
         if (asked := self.cache_config.kv_cache_memory_bytes) is not None:
             return asked
-        slots = cache.slot_bytes(
-            self.model.config, self.model.ops, self.cache_config.block_size, self.scheduler_config.max_num_seqs
-        )
+        config, ops, page_tokens = self.model.config, self.model.ops, self.cache_config.block_size
+        slots = cache.slot_bytes(config, ops, page_tokens, self.scheduler_config.max_num_seqs)
+        # On the CPU workspace is the machine's memory, of which the share leaves most.
+        workspace = 0
+        if memory.is_gpu():
+            programs = self._programs(cache.Layout.least(config, page_tokens))
+            workspace = programs.workspace_bytes(self.weights.params, self._buckets)
         share = int(memory.total_bytes() * self.cache_config.gpu_memory_utilization)
-        own = self._weight_bytes + slots
-        left = min(share - own, memory.free_bytes() - slots)
-        logger.info(
-            "budget %.2f GiB: weights %.2f, slots of %d requests %.2f, pages %.2f",
-            share / 2**30, (own - slots) / 2**30, self.scheduler_config.max_num_seqs, slots / 2**30, left / 2**30,
-        )  # fmt: skip
+        left = min(share - self._weight_bytes, memory.free_bytes()) - slots - workspace
+        sizes = {"weights": self._weight_bytes, "slots": slots, "workspace": workspace, "pages": left}
+        budget = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items())
+        logger.info("memory, GiB: %.2f of the device: %s", share / 2**30, budget)
         if left <= 0:
             raise IsojaxError(
-                f"no memory is left for pages: the engine may use {share >> 20} MiB, its weights and slots take"
-                f" {own >> 20} MiB; raise gpu_memory_utilization or lower max_num_seqs"
+                f"no memory is left for pages; in GiB, {share / 2**30:.2f} of the device: {budget}:"
+                " raise gpu_memory_utilization, or lower max_num_seqs or max_num_batched_tokens"
             )
         return left
 
     def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
-        scheduling = self.scheduler_config
-        layout = cache.Layout.of(self.model.config, kv_cache_config)
-        programs = Programs.shared(
+        programs = self._programs(cache.Layout.of(self.model.config, kv_cache_config))
+        self.runner = Runner(programs, self.weights, self._buckets)
+
+    def _programs(self, layout: cache.Layout) -> Programs:
+        return Programs.shared(
             self.model.config,
             self.model.ops,
             layout,
-            num_slots=scheduling.max_num_seqs,
+            num_slots=self.scheduler_config.max_num_seqs,
             max_len=self.model_config.max_model_len,
             vocab=self.model.vocab,
             engine_seed=self.model_config.seed,
         )
-        buckets = Buckets.of(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
-        self.runner = Runner(programs, self.weights, buckets)
+
+    @property
+    def _buckets(self) -> Buckets:
+        return Buckets.of(self.scheduler_config.max_num_seqs, self.scheduler_config.max_num_batched_tokens)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
