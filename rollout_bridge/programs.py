@@ -24,6 +24,7 @@ from pallas_kernels.step import Chunks, Decode
 from qwen35_moe.cache import Cache, init_cache
 from qwen35_moe.config import Config
 from qwen35_moe.step import Residency, Step
+from rollout_bridge import pages
 from rollout_bridge.batch import Buckets, Homes, Inputs, Tables, empty
 from rollout_bridge.cache import Layout
 from rollout_bridge.sampling import Controls, Edits, no_controls
@@ -258,29 +259,16 @@ class Programs:
         return dataclasses.replace(state, tokens=_write_row(state.tokens, slot, row))
 
     def zero_blocks(self, state: State, blocks: Sequence[int]) -> State:
-        """Zeroes newly owned pages, so that nothing that was there can be read as a number."""
-        return self._move(state, list(blocks), None)
+        """`pages.zero` of the state's pools."""
+        return _with_pools(state, pages.zero(state.cache.pools, blocks))
 
     def copy_blocks(self, state: State, copies: Sequence[Any]) -> State:
-        """Copies pages; `copies` are vLLM's (source, destination) pairs."""
-        sources, targets = zip(*((copy[0], copy[1]) for copy in copies), strict=True)
-        return self._move(state, list(targets), list(sources))
-
-    def _move(self, state: State, targets: list[int], sources: list[int] | None) -> State:
-        for begin in range(0, len(targets), _MOVED):
-            to = np.full(_MOVED, self.layout.num_blocks, np.int32)
-            to[: len(targets[begin : begin + _MOVED])] = targets[begin : begin + _MOVED]
-            source = None
-            if sources is not None:
-                source = np.zeros(_MOVED, np.int32)
-                source[: len(sources[begin : begin + _MOVED])] = sources[begin : begin + _MOVED]
-            pools = _move_pages(state.cache.pools, to, source)
-            state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=pools))
-        return state
+        """`pages.copy` in the state's pools."""
+        return _with_pools(state, pages.copy(state.cache.pools, copies))
 
 
-_MOVED = 16
-"""Pages moved by one program."""
+def _with_pools(state: State, pools: pages.Pools) -> State:
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=pools))
 
 
 def _at(tokens: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
@@ -310,9 +298,3 @@ def _edited(logits: jax.Array, edits: Edits) -> jax.Array:
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_row(tokens: jax.Array, slot: ArrayLike, row: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(tokens, row[None], (slot, 0))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _move_pages(pools: tuple[jax.Array, ...], to: jax.Array, source: jax.Array | None) -> tuple[jax.Array, ...]:
-    pages = lambda pool: jnp.zeros((), pool.dtype) if source is None else pool[source]  # noqa: E731
-    return tuple(pool.at[to].set(pages(pool), mode="drop") for pool in pools)
