@@ -1,11 +1,12 @@
 """What one types. Each command imports what it needs when it runs, so that `--help` is quick."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from isojax.cli.output import closing, write_json
+from isojax.cli.output import closing, note, write_json
 from isojax.errors import ConfigError, IsojaxError
 
 app = typer.Typer(
@@ -52,8 +53,14 @@ def verify(
     """Compares trainer and engine bit for bit, on a user's checkpoint, over every way to run it."""
     from isojax.verify import verify as run
 
+    start = time.perf_counter()
     report = run(
-        checkpoint, numerics=numerics, train=parallelism(train), rollout=parallelism(rollout), engine=not direct
+        checkpoint,
+        numerics=numerics,
+        train=parallelism(train),
+        rollout=parallelism(rollout),
+        engine=not direct,
+        on_row=lambda row: note(f"{time.perf_counter() - start:5.0f} s  {row}"),
     )
     write_json(json, report.to_json())
     closing(str(report))

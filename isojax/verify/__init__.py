@@ -1,6 +1,7 @@
 """Trainer against engine on one checkpoint, bit for bit, over the ways to run them."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from isojax.errors import ShardingError
@@ -16,6 +17,7 @@ def verify(
     train: Mapping[str, int] | None = None,
     rollout: Mapping[str, int] | None = None,
     engine: bool = True,
+    on_row: Callable[[Row], None] = lambda row: None,
 ) -> Report:
     """Runs every row: direct ones through the model's phases, engine ones through vLLM.
 
@@ -25,6 +27,7 @@ def verify(
         train: Parallelism of the trainer, by axis.
         rollout: Parallelism of the engine.
         engine: Whether to run the rows that need vLLM.
+        on_row: Called with every row when it is there: rows take seconds to a minute each.
 
     Raises:
         ShardingError: If a parallelism is asked for that has no rows.
@@ -35,9 +38,13 @@ def verify(
         for axis, degree in axes.items():
             if degree != 1:
                 raise ShardingError(f"--{side} {axis}={degree}: verify runs one device on each side, use {axis}=1")
-    rows = list(direct.rows(checkpoint, numerics))
+    found = direct.rows(checkpoint, numerics)
     if engine:
         from isojax.verify import engine as engine_rows
 
-        rows += engine_rows.rows(checkpoint, numerics)
+        found = itertools.chain(found, engine_rows.rows(checkpoint, numerics))
+    rows = []
+    for row in found:
+        on_row(row)
+        rows.append(row)
     return Report(tuple(rows))

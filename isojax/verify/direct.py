@@ -67,7 +67,7 @@ def gradient_rows(model: Qwen35Moe) -> Iterator[Row]:
     yield Row.of("forward of the gradient", "direct", by_sequence(batch, scores.logprobs), whole)
     for name, other, remat in (("micro-batches of 2", _recut(batch, 2), False), ("remat", batch, True)):
         found, again = policy_gradient(model, other, remat=remat)
-        yield Row.of(f"gradient, {name}", "direct", nnx.to_pure_dict(found), nnx.to_pure_dict(grads))
+        yield Row.of(f"gradient, {name}", "direct", nnx.to_pure_dict(found), nnx.to_pure_dict(grads), "gradients")
         yield Row.of(f"forward of the gradient, {name}", "direct", by_sequence(batch, again.logprobs), whole)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from isojax.bits import Comparison, compare_bits
+from isojax.bits import compare_bits
 from isojax.errors import MismatchError
 
 
@@ -17,6 +17,7 @@ class Row:
         compared: Values compared.
         different: Values whose bits differ.
         first: Where the first difference is, and both values.
+        values: Log-probabilities of target tokens, or elements of gradients, which are counted apart.
     """
 
     name: str
@@ -24,20 +25,25 @@ class Row:
     compared: int
     different: int
     first: str = ""
+    values: Literal["logprobs", "gradients"] = "logprobs"
 
     @classmethod
-    def of(cls, name: str, path: Literal["direct", "engine"], got: Any, want: Any) -> "Row":
+    def of(
+        cls,
+        name: str,
+        path: Literal["direct", "engine"],
+        got: Any,
+        want: Any,
+        values: Literal["logprobs", "gradients"] = "logprobs",
+    ) -> "Row":
         """Compares two trees of arrays."""
-        return cls.from_comparison(name, path, compare_bits(got, want))
-
-    @classmethod
-    def from_comparison(cls, name: str, path: Literal["direct", "engine"], found: Comparison) -> "Row":
+        found = compare_bits(got, want)
         place = ""
         if found.first is not None:
             pairs = zip(found.first.values, found.first.patterns, strict=True)
             values = ", ".join(f"{value:.9g} ({pattern})" for value, pattern in pairs)
             place = f"{found.first.leaf}{list(found.first.index)}: {values}"
-        return cls(name, path, found.compared, found.different, place)
+        return cls(name, path, found.compared, found.different, place, values)
 
     def __str__(self) -> str:
         return f"{self.path:7} {self.name:44} {self.compared:>9,} compared {self.different:>7,} different"
@@ -51,21 +57,31 @@ class Report:
 
     @property
     def compared(self) -> int:
-        return sum(row.compared for row in self.rows)
+        """Log-probabilities compared."""
+        return self._count("logprobs", "compared")
 
     @property
     def different(self) -> int:
-        return sum(row.different for row in self.rows)
+        """Log-probabilities whose bits differ."""
+        return self._count("logprobs", "different")
 
     def __str__(self) -> str:
-        return f"verify: {len(self.rows)} rows, {self.compared:,} values compared, {self.different:,} different"
+        gradients = self._count("gradients", "compared")
+        beside = f"; gradient elements: {gradients:,}, different: {self._count('gradients', 'different'):,}"
+        counted = f"logprobs compared: {self.compared:,}, different: {self.different:,}"
+        return f"verify: {len(self.rows)} rows, {counted}{beside if gradients else ''}"
 
     def to_json(self) -> dict[str, Any]:
         return {
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "compared": self.compared,
             "different": self.different,
+            "gradients_compared": self._count("gradients", "compared"),
+            "gradients_different": self._count("gradients", "different"),
         }
+
+    def _count(self, values: str, column: str) -> int:
+        return sum(getattr(row, column) for row in self.rows if row.values == values)
 
     def raise_if_different(self) -> None:
         """Raises unless every value of every row is equal.

@@ -38,8 +38,9 @@ def test_a_row_that_compared_nothing_is_a_failure():
 
 
 def test_the_report_adds_its_rows():
-    report = Report((Row("a", "direct", 5, 0), Row("b", "engine", 7, 2)))
-    assert str(report) == "verify: 2 rows, 12 values compared, 2 different"
+    report = Report((Row("a", "direct", 5, 0), Row("b", "engine", 7, 2), Row("c", "direct", 9, 1, values="gradients")))
+    assert str(report) == ("verify: 3 rows, logprobs compared: 12, different: 2; gradient elements: 9, different: 1")
     plain = report.to_json()
     assert (plain["compared"], plain["different"]) == (12, 2)
+    assert (plain["gradients_compared"], plain["gradients_different"]) == (9, 1)
     assert plain["rows"][1]["path"] == "engine"
