@@ -13,6 +13,7 @@ from isojax.layouts import CHUNK
 from pallas_kernels.attention.arithmetic import as_operand, lane_sum, product, scaled_scores
 from pallas_kernels.attention.numerics import Numerics, Schedule
 from pallas_kernels.attention.pool import KV, load_kv
+from pallas_kernels.elementwise import exact_quotient
 from pallas_kernels.region import exact_product, region_call
 from pallas_kernels.step import Chunks, Decode
 
@@ -112,7 +113,8 @@ def attention_chunks(
         queries = q_ref[0].reshape(CHUNK * heads, width).astype(jnp.float32)
         num_blocks = jnp.where(begin < end, pl.cdiv(first + end, numerics.kv_block), 0)
         highest, total, output = _softmax_chain(queries, first + rows, load, num_blocks, scale, q.dtype, numerics)
-        output_ref[0] = jnp.where(is_there, output / total, 0.0).astype(q.dtype).reshape(CHUNK, heads, width)
+        output = jnp.where(is_there, exact_quotient(output, total), 0.0)
+        output_ref[0] = output.astype(q.dtype).reshape(CHUNK, heads, width)
         lse_ref[0] = jnp.where(is_there, highest + jnp.log(total), 0.0).reshape(CHUNK, heads)
 
     tile = pl.BlockSpec((1, CHUNK, heads, width), lambda i, h: (i, 0, h, 0))
@@ -157,7 +159,7 @@ def attention_decode(
         num_blocks = jnp.where(valid, pl.cdiv(position + 1, numerics.kv_block), 0)
         positions = jnp.full((group, 1), position)
         _, total, output = _softmax_chain(queries, positions, load, num_blocks, scale, q.dtype, numerics)
-        output_ref[0] = jnp.where(valid, output / total, 0.0).astype(q.dtype)
+        output_ref[0] = jnp.where(valid, exact_quotient(output, total), 0.0).astype(q.dtype)
 
     tile = pl.BlockSpec((1, group, width), lambda i, h: (i, h, 0))
     return region_call(
