@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from isojax.layouts import CHUNK
+from isojax.layouts import CHUNK, round_up
 from isojax.pytrees import pytree
 
 
@@ -79,23 +79,27 @@ class Buckets:
     chunks: tuple[int, ...]
 
     @classmethod
-    def of(cls, max_num_seqs: int, max_num_batched_tokens: int) -> "Buckets":
-        """Powers of two from 8 rows and 4 chunks up to what one scheduler step can hold."""
+    def of(cls, max_num_seqs: int, max_num_batched_tokens: int, growth: int = 2) -> "Buckets":
+        """Sizes from 8 rows and 4 chunks up to what one scheduler step can hold.
+
+        Args:
+            max_num_seqs: Most decode rows of a step.
+            max_num_batched_tokens: Most tokens of a step.
+            growth: From a size to the next: a larger one compiles fewer programs and pads more.
+        """
         # Pieces that start or end inside a chunk need more blocks than tokens/64; two more cover the usual step.
         most_chunks = -(-max_num_batched_tokens // CHUNK) + 2
-        return cls(_powers(8, max_num_seqs), _powers(4, most_chunks, last=most_chunks))
+        return cls(_sizes(8, round_up(max_num_seqs, 8), growth), _sizes(4, most_chunks, growth))
 
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Every (decode rows, chunk blocks) that a program is compiled for."""
         return tuple((rows, 0) for rows in self.decode) + tuple((self.decode[-1], count) for count in self.chunks)
 
 
-def _powers(first: int, most: int, last: int | None = None) -> tuple[int, ...]:
+def _sizes(first: int, last: int, growth: int) -> tuple[int, ...]:
     sizes = [first]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] * 2)
-    if last is not None and len(sizes) > 1:
-        sizes[-1] = last
+    while sizes[-1] < last:
+        sizes.append(min(sizes[-1] * growth, last))
     return tuple(sizes)
 
 

@@ -20,9 +20,10 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from isojax.contract import Identity, exchange  # noqa: E402
 from isojax.errors import ConfigError, IsojaxError, SamplingError, WeightsError  # noqa: E402
 from qwen35_moe import identity  # noqa: E402
-from rollout_bridge import sampling, served  # noqa: E402
+from rollout_bridge import memory, sampling, served  # noqa: E402
 
 _COLOCATED, _ALONE = 0.35, 0.9
+_CPU_SEQS, _CPU_TOKENS = 32, 1024  # vLLM's 256 and 8,192 compile twice as many programs as a CPU has use for.
 
 
 class LLM(vllm.LLM):
@@ -39,7 +40,7 @@ class LLM(vllm.LLM):
         gpu_memory_utilization: The engine's share of the device's memory; by default 0.35 beside a trainer, else 0.9.
         seed: Engine seed.
         numerics: "exact" or "native": the contract that a checkpoint is served with.
-        **options: As `vllm.LLM` takes them.
+        **options: As `vllm.LLM` takes them. Defaults on a CPU: `max_num_seqs` 32, `max_num_batched_tokens` 1,024.
 
     Raises:
         ConfigError, ShardingError: If the engine cannot do what is asked, before weights load.
@@ -70,6 +71,9 @@ class LLM(vllm.LLM):
             else:
                 folder = Path(model)
                 extra["numerics"] = numerics
+            if not memory.is_gpu():
+                seqs = options.setdefault("max_num_seqs", _CPU_SEQS)
+                options.setdefault("max_num_batched_tokens", max(_CPU_TOKENS, seqs))
             options.setdefault("skip_tokenizer_init", not _has_tokenizer(Path(tokenizer or folder)))
             settings = {
                 "model": str(folder),

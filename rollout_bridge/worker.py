@@ -110,7 +110,9 @@ class JaxWorker(WorkerBase):
 
     @property
     def _buckets(self) -> Buckets:
-        return Buckets.of(self.scheduler_config.max_num_seqs, self.scheduler_config.max_num_batched_tokens)
+        # On the CPU compiling takes longer than padding.
+        growth = 2 if memory.is_gpu() else 4
+        return Buckets.of(self.scheduler_config.max_num_seqs, self.scheduler_config.max_num_batched_tokens, growth)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()

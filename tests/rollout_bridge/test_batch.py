@@ -100,9 +100,10 @@ def test_padding_is_written_nowhere():
     assert (homes.to[1:] == 8).all()
 
 
-@pytest.mark.parametrize(("seqs", "tokens"), [(1, 64), (8, 128), (256, 8192)])
-def test_buckets_hold_every_request_and_few_shapes(seqs, tokens):
-    buckets = Buckets.of(seqs, tokens)
+@pytest.mark.parametrize("growth", [2, 4])
+@pytest.mark.parametrize(("seqs", "tokens"), [(1, 64), (8, 128), (33, 1000), (256, 8192)])
+def test_buckets_hold_every_request_and_few_shapes(seqs, tokens, growth):
+    buckets = Buckets.of(seqs, tokens, growth)
     assert buckets.decode[-1] >= seqs
     assert buckets.chunks[-1] * CHUNK >= tokens
-    assert len(buckets.shapes()) <= 2 + np.log2(seqs) + np.log2(tokens)
+    assert len(buckets.shapes()) <= 2 + (np.log2(seqs) + np.log2(tokens)) / np.log2(growth)
