@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from isojax.errors import WeightsError as WeightsError
     from isojax.models import from_pretrained as from_pretrained
     from isojax.scoring import logprobs as logprobs
+    from pallas_kernels import collectives as collectives
     from pallas_kernels import ops as ops
 
-_MODULES = {name: f"isojax.{name}" for name in ("audit", "optim", "rl")} | {"ops": "pallas_kernels.ops"}
+_MODULES = {name: f"isojax.{name}" for name in ("audit", "optim", "rl")} | {
+    name: f"pallas_kernels.{name}" for name in ("collectives", "ops")
+}
 _NAMES = {
     "compare_bits": "isojax.bits",
     "digest": "isojax.bits",

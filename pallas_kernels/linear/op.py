@@ -2,16 +2,20 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from isojax.layouts import Segments
 from pallas_kernels.cast import cast
+from pallas_kernels.collectives import add_terms, add_to_pieces
 from pallas_kernels.linear import kernel
 from pallas_kernels.linear.numerics import Numerics, Schedule, split_axis
+from pallas_kernels.sharding import AxisName, axis_size, check_pieces, splits_of_rank
 
 
 def column_linear(
@@ -20,9 +24,11 @@ def column_linear(
     *,
     out_dtypes: Sequence[DTypeLike | None] | None = None,
     segments: Segments | None = None,
+    axis_name: AxisName | None = None,
+    gather_axis: Literal[0] | None = None,
     numerics: Numerics = Numerics(),
     schedule: Schedule = Schedule(),
-) -> tuple[Float[Array, "rows _"], ...]:
+) -> tuple[Float[Array, "all_rows _"], ...]:
     """`x @ weight.T` for every projection of one input.
 
     An output element is one float32 chain over blocks of K, rounded once; it depends on its row of `x` and
@@ -30,24 +36,32 @@ def column_linear(
     each of `gradient_splits` splits of the output axes a chain over projections and their blocks, then a tree. The
     gradient of a weight is float32: 64-row products in a chain for each sequence, a tree over sequences.
 
+    Inside `shard_map` with `axis_name` a rank has its run of the outputs of every weight, and the bits of one device.
+    For the input gradient it adds the subtree of the splits it holds; the ranks' meet in float32, rounded once.
+
     Args:
-        x: Rows in bfloat16 or float32.
+        x: Rows in bfloat16 or float32: all of them, or with `gather_axis` those of this rank.
         weights: Matrices `[outputs, inputs]`; rounded to the dtype of `x` if they have another.
         out_dtypes: Dtype of each output; None stands for the dtype of `x`.
-        segments: The sequence of every 64 rows, for weight gradients; by default one sequence.
+        segments: The sequence of every 64 rows of all ranks, for weight gradients; by default one sequence.
+        axis_name: The mesh axis that outputs are sharded over.
+        gather_axis: 0 if rows are sharded over the same axis: they are gathered first, and a rank gets the
+            gradient of its own.
         numerics: What decides bits.
         schedule: How the work is cut into tiles.
 
     Returns:
-        One array for each weight.
+        One array for each weight, with all rows.
 
     Raises:
-        ValueError: If a weight does not fit `x`.
+        ValueError: If a weight does not fit `x`, or ranks do not hold whole splits of the outputs.
     """
     _check("column_linear", x, weights)
+    ranks = _ranks("column_linear", "gather_axis", axis_name, gather_axis)
+    splits_of_rank("column_linear", "gradient_splits", numerics.gradient_splits, axis_name)
     dtypes = tuple(jnp.dtype(dtype or x.dtype) for dtype in out_dtypes or [None] * len(weights))
-    segments = segments or Segments.one(x.shape[0])
-    return _column((dtypes, numerics, schedule), x, tuple(weights), segments)
+    segments = segments or Segments.one(x.shape[0] * (axis_size(axis_name) if ranks.rows else 1))
+    return _column((dtypes, numerics, schedule, ranks), x, tuple(weights), segments)
 
 
 def row_linear(
@@ -55,39 +69,73 @@ def row_linear(
     weight: Float[Array, "outputs inputs"],
     *,
     segments: Segments | None = None,
+    axis_name: AxisName | None = None,
+    scatter_axis: Literal[0] | None = None,
     numerics: Numerics = Numerics(),
     schedule: Schedule = Schedule(),
-) -> Float[Array, "rows outputs"]:
+) -> Float[Array, "own_rows outputs"]:
     """`x @ weight.T` with K in `num_splits` contiguous splits: a chain inside each, a float32 tree over them.
 
     A shard that holds whole splits computes a subtree, so any tensor parallelism that divides `num_splits`
     gives the same bits. One rounding, at the root. Gradients as in `column_linear`, with one split.
 
+    Inside `shard_map` with `axis_name` a rank has its run of the inputs; the ranks' subtrees meet in float32.
+
     Args:
         x: Rows in bfloat16 or float32.
         weight: Matrix `[outputs, inputs]`; rounded to the dtype of `x` if it has another.
         segments: The sequence of every 64 rows, for the weight gradient; by default one sequence.
+        axis_name: The mesh axis that inputs are sharded over.
+        scatter_axis: 0 to leave every rank its rows of the result; by default all ranks get all rows.
         numerics: What decides bits.
         schedule: How the work is cut into tiles.
 
+    Returns:
+        All rows, or with `scatter_axis` those of this rank.
+
     Raises:
-        ValueError: If `weight` does not fit `x`, or `num_splits` does not divide the inputs.
+        ValueError: If `weight` does not fit `x`, `num_splits` does not divide the inputs, ranks do not hold whole
+            splits of them, or do not divide the rows that are scattered.
     """
     _check("row_linear", x, (weight,))
-    if x.shape[1] % numerics.num_splits:
+    ranks = _ranks("row_linear", "scatter_axis", axis_name, scatter_axis)
+    if x.shape[1] % splits_of_rank("row_linear", "num_splits", numerics.num_splits, axis_name):
         raise ValueError(
-            f"row_linear cuts its {x.shape[1]} inputs into num_splits={numerics.num_splits} equal splits, which does"
-            " not divide: choose a divisor in the contract, for both programs"
+            f"row_linear cuts its {x.shape[1] * axis_size(axis_name)} inputs into num_splits={numerics.num_splits}"
+            " equal splits, which does not divide: choose a divisor in the contract, for both programs"
         )
+    if ranks.rows:
+        check_pieces("row_linear", x.shape[0], "rows", axis_name)
     segments = segments or Segments.one(x.shape[0])
-    return _row((numerics, schedule), x, weight, segments)
+    return _row((numerics, schedule, ranks), x, weight, segments)
+
+
+class _Ranks(NamedTuple):
+    """How a layer is spread over ranks."""
+
+    axis_name: AxisName | None
+    rows: bool  # Whether the side of the layer that is not sharded itself has its rows sharded.
+
+    def all_rows(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, self.axis_name, tiled=True) if self.rows else x
+
+    def tree_product(self, name: str, lhs, rhs, blocks: Sequence[int], dtype, schedule: Schedule) -> jax.Array:
+        """A product whose splits lie on ranks: a subtree of each, then the tree over ranks, rounded once."""
+        if self.axis_name is None:
+            return kernel.product(name, lhs, rhs, blocks, dtype, schedule)
+        add = add_to_pieces if self.rows else add_terms
+        return add(kernel.product(name, lhs, rhs, blocks, jnp.dtype("float32"), schedule), self.axis_name, dtype)
+
+    def splits(self, num_splits: int) -> int:
+        return num_splits // axis_size(self.axis_name)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _column(static, x, weights, segments):
-    dtypes, _, schedule = static
+    dtypes, _, schedule, ranks = static
+    x = ranks.all_rows(x)
     return tuple(
-        _product("linear.column", x, cast(w, x.dtype), 1, dtype, schedule)
+        kernel.product("linear.column", *_split(x, cast(w, x.dtype), 1), dtype, schedule)
         for w, dtype in zip(weights, dtypes, strict=True)
     )
 
@@ -97,17 +145,18 @@ def _column_forward(static, x, weights, segments):
 
 
 def _column_backward(static, residuals, out_grads):
-    _, numerics, schedule = static
+    _, numerics, schedule, ranks = static
     x, weights, segments = residuals
+    num_splits = ranks.splits(numerics.gradient_splits)
     # Products take operands of one dtype: float32 cotangents (of float32 logits) are rounded as the weights are.
     out_grads = [cast(g, x.dtype) for g in out_grads]
     grads, columns, blocks = [], [], []
     for grad, weight in zip(out_grads, weights, strict=True):
-        pieces, block = split_axis(grad, numerics.gradient_splits)
+        pieces, block = split_axis(grad, num_splits)
         grads.append(pieces)
-        columns.append(split_axis(cast(weight, x.dtype).T, numerics.gradient_splits)[0])
+        columns.append(split_axis(cast(weight, x.dtype).T, num_splits)[0])
         blocks += [block] * (pieces.shape[-1] // block)
-    x_grad = kernel.product(
+    x_grad = ranks.tree_product(
         "linear.column.backward",
         jnp.concatenate(grads, axis=-1),
         jnp.concatenate(columns, axis=-1),
@@ -115,13 +164,15 @@ def _column_backward(static, residuals, out_grads):
         x.dtype,
         schedule,
     )
-    return x_grad, _weight_grads("linear.column", out_grads, x, weights, segments, schedule), _none(segments)
+    weight_grads = _weight_grads("linear.column", out_grads, ranks.all_rows(x), weights, segments, schedule)
+    return x_grad, weight_grads, _none(segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _row(static, x, weight, segments):
-    numerics, schedule = static
-    return _product("linear.row", x, cast(weight, x.dtype), numerics.num_splits, x.dtype, schedule)
+    numerics, schedule, ranks = static
+    operands = _split(x, cast(weight, x.dtype), ranks.splits(numerics.num_splits))
+    return ranks.tree_product("linear.row", *operands, x.dtype, schedule)
 
 
 def _row_forward(static, x, weight, segments):
@@ -129,9 +180,11 @@ def _row_forward(static, x, weight, segments):
 
 
 def _row_backward(static, residuals, out_grad):
-    _, schedule = static
+    _, schedule, ranks = static
     x, weight, segments = residuals
-    x_grad = _product("linear.row.backward", out_grad, cast(weight, x.dtype).T, 1, x.dtype, schedule)
+    out_grad = ranks.all_rows(out_grad)
+    operands = _split(out_grad, cast(weight, x.dtype).T, 1)
+    x_grad = kernel.product("linear.row.backward", *operands, x.dtype, schedule)
     (weight_grad,) = _weight_grads("linear.row", [out_grad], x, [weight], segments, schedule)
     return x_grad, weight_grad, _none(segments)
 
@@ -140,10 +193,11 @@ _column.defvjp(_column_forward, _column_backward)
 _row.defvjp(_row_forward, _row_backward)
 
 
-def _product(name: str, x, weight, num_splits: int, dtype, schedule: Schedule):
+def _split(x, weight, num_splits: int):
+    """Both operands of a product in splits, and the blocks of a split."""
     lhs, block = split_axis(x, num_splits)
     rhs, _ = split_axis(weight, num_splits)
-    return kernel.product(name, lhs, rhs, [block] * (lhs.shape[-1] // block), dtype, schedule)
+    return lhs, rhs, [block] * (lhs.shape[-1] // block)
 
 
 def _weight_grads(name: str, out_grads, x, weights, segments: Segments, schedule: Schedule):
@@ -160,6 +214,15 @@ def _check(name: str, x, weights) -> None:
                 f"{name} multiplies rows of {x.shape[1]} inputs, got weight {index} of shape {weight.shape}:"
                 " pass it as [outputs, inputs]"
             )
+
+
+def _ranks(name: str, setting: str, axis_name: AxisName | None, rows_axis: int | None) -> _Ranks:
+    if rows_axis not in (None, 0) or (axis_name is None and rows_axis is not None):
+        raise ValueError(
+            f"{name} got {setting}={rows_axis} with axis_name={axis_name!r}: rows are axis 0, and sharded over a named"
+            " mesh axis"
+        )
+    return _Ranks(axis_name, rows_axis == 0)
 
 
 def _none(segments: Segments):
