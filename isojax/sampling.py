@@ -29,17 +29,10 @@ class Sampling:
                 " distribution to learn from, use a temperature above 0"
             )
 
-    def refuse_truncation(self) -> None:
-        """Refuses a distribution whose mask scoring does not recompute yet.
-
-        Raises:
-            SamplingError: If top_k, top_p or min_p are on.
-        """
-        if self.top_k > 0 or self.top_p < 1 or self.min_p > 0:
-            raise SamplingError(
-                f"tokens were drawn with top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p}; scoring recomputes"
-                " temperature alone: draw with top_k=0, top_p=1 and min_p=0"
-            )
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens can be left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @classmethod
     def of(cls, params: Any) -> "Sampling":

@@ -44,7 +44,8 @@ def logprobs(
 
     Returns:
         `logps[b, t]`, float32, scores `tokens[b, t]` given those before it. A sequence's first
-        token, and padding, score 0.
+        token, and padding, score 0. A token that top_k, top_p or min_p leave out, as they may one that they did not
+        draw, scores −∞: choose what a loss reads with `jnp.where`, since a product with 0 is no choice.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     batch, length = tokens.shape
@@ -91,14 +92,23 @@ def score_rows(
 
 
 def score_hidden(params: Any, hidden, targets, config: Config, ops: Ops, sampling: Sampling, segments=None):
-    """The last step of `score_rows`, from hidden rows of any phase.
+    """The last step of `score_rows`, from hidden rows of any phase."""
+    return score_logits(logits(params, hidden, config, ops, segments=segments), targets, ops, sampling)
 
-    Raises:
-        SamplingError: If tokens were drawn from a truncated distribution, whose mask scoring does not recompute yet.
+
+def score_logits(
+    scores: Float32[Array, "rows vocab"], targets: Int32[Array, " rows"], ops: Ops, sampling: Sampling
+) -> tuple[Float32[Array, " rows"], Float32[Array, " rows"]]:
+    """Log-probability and entropy in the distribution of `sampling`: of a target that it leaves out, −∞.
+
+    Which words are left out is computed as the engine computed it, row by row. Gradients take it as given.
     """
-    sampling.refuse_truncation()
-    scores = logits(params, hidden, config, ops, segments=segments)
-    return ops.logprob(scores, targets, temperature=sampling.temperature)
+    keep = None
+    if sampling.truncated:
+        kinds = {"temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32}
+        settings = {name: jnp.full(len(scores), getattr(sampling, name), kind) for name, kind in kinds.items()}
+        keep = ops.truncation_mask(scores, **settings)
+    return ops.logprob(scores, targets, temperature=sampling.temperature, keep=keep)
 
 
 @jax.custom_vjp

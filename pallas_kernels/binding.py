@@ -29,6 +29,7 @@ from pallas_kernels import output_gate as output_gate_op
 from pallas_kernels import residual_add as residual_add_op
 from pallas_kernels import rms_norm as rms_norm_op
 from pallas_kernels import router as router_op
+from pallas_kernels import sample as sample_op
 from pallas_kernels import swiglu as swiglu_op
 
 type Op = Callable[..., Any]
@@ -75,6 +76,7 @@ class Ops:
     sum_tokens: Op
     swiglu: Op
     swiglu_fused: Op
+    truncation_mask: Op
     contract: Contract | None = dataclasses.field(default=None, compare=False, repr=False)
     bound: Mapping[str, Op] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
@@ -120,6 +122,7 @@ _MODULES = {
     "sum_tokens": tree_sum,
     "swiglu": swiglu_op,
     "swiglu_fused": swiglu_op,
+    "truncation_mask": sample_op,
 }
 
 # Data movement and allocation: nothing in them decides a bit.

@@ -18,7 +18,7 @@ from isojax.pytrees import pytree
 from pallas_kernels.binding import Ops
 from pallas_kernels.logprob import top_logprobs
 from pallas_kernels.ordering import ordered
-from pallas_kernels.sample import reported, sample_key, truncation_mask
+from pallas_kernels.sample import reported, sample_key
 from pallas_kernels.sample import sample as draw
 from pallas_kernels.step import Chunks, Decode
 from qwen35_moe.cache import Cache, init_cache
@@ -183,7 +183,7 @@ class Programs:
                 logits = _edited(logits, edits)
             temperature, keep = reported(controls.temperature), None
             if filtered:
-                keep = truncation_mask(
+                keep = self.ops.truncation_mask(
                     logits,
                     temperature=temperature,
                     top_k=controls.top_k,

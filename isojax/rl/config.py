@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from isojax.errors import ConfigError
 from isojax.rl.packing import GRADIENT_GROUP
 from isojax.rl.tasks import Jsonl, ReasoningGym, Task
+from isojax.sampling import Sampling
 
 
 class _Section(BaseModel):
@@ -67,6 +68,11 @@ class Sampler(_Section):
     min_p: float = Field(0.0, ge=0, lt=1)
     max_tokens: int = Field(ge=1)
     stop: list[str] = []
+
+    @property
+    def truncated(self) -> bool:
+        """Whether words can be left out."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p).truncated
 
 
 class Engine(_Section):
@@ -214,6 +220,11 @@ def _conflicts(config: Config) -> list[str]:
             problems.append(f"train.{name}: {value} is no power of two")
     if train.sequences is not None and train.sequences > train.gradient_group:
         problems.append(f"train.sequences: {train.sequences} is more than the gradient group, {train.gradient_group}")
+    if config.loss.kl and config.sampling.truncated:
+        problems.append(
+            "loss.kl: a reference policy leaves out other words than the policy, and the divergence is infinite: set"
+            " loss.kl=0, or sampling.top_k=0, sampling.top_p=1 and sampling.min_p=0"
+        )
     if config.sampling.max_tokens >= config.engine.max_model_len:
         problems.append(
             f"sampling.max_tokens: {config.sampling.max_tokens} leaves no room for a prompt in"

@@ -5,6 +5,7 @@ import numpy as np
 from flax import nnx
 
 from isojax.layouts import Segments
+from isojax.scoring import score_logits
 from pallas_kernels.binding import Ops, bind
 
 VOCAB, WIDTH = 320, 64
@@ -39,4 +40,4 @@ def score_rows(model: Bigram, tokens, targets, chunks, sampling, *, remat: bool 
     x = ops.embed(tokens, params["embed"], dtype="bfloat16", segments=segments)
     x = ops.rms_norm(x, params["norm"], eps=1e-6, segments=segments)
     (logits,) = ops.column_linear(x, (params["head"],), out_dtypes=("float32",), segments=segments)
-    return ops.logprob(logits, targets, temperature=sampling.temperature)
+    return score_logits(logits, targets, ops, sampling)

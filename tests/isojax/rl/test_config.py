@@ -70,6 +70,13 @@ def test_settings_that_do_not_go_together_are_refused(write, override, violation
         config.load(write(), [override])
 
 
+@pytest.mark.parametrize("override", ["sampling.top_k=20", "sampling.top_p=0.9", "sampling.min_p=0.1"])
+def test_truncated_sampling_is_fine_but_for_a_divergence_that_can_be_infinite(write, override):
+    assert config.load(write(), [override]).sampling.truncated
+    with pytest.raises(ConfigError, match=r"loss\.kl: .* infinite"):
+        config.load(write(), [override, "loss.kl=0.1"])
+
+
 @pytest.mark.parametrize("text", ["not toml at all", "policy = 3"])
 def test_a_broken_file_is_a_refusal(write, text):
     with pytest.raises(ConfigError):

@@ -6,7 +6,6 @@ import pytest
 from flax import nnx
 
 from isojax.bits import assert_bit_equal, compare_bits
-from isojax.errors import SamplingError
 from isojax.rl import gradient
 from isojax.rl.gradient import policy_gradient, score
 from isojax.rl.losses import grpo_loss
@@ -94,9 +93,3 @@ def test_partials_of_one_loss_compile_once():
 def test_native_numerics_move_with_the_micro_batch():
     whole, parts = (policy_gradient(bigram("native"), batch(n))[0] for n in (8, 1))
     assert compare_bits(arrays(parts), arrays(whole)).different > 0
-
-
-def test_tokens_of_a_truncated_distribution_are_refused_by_scoring():
-    with pytest.raises(SamplingError, match=r"top_k=0, top_p=0\.9"):
-        Sampling(top_p=0.9).refuse_truncation()
-    Sampling(temperature=0.7).refuse_truncation()
