@@ -19,6 +19,7 @@ from isojax import trees
 from isojax.layouts import CHUNK, Segments, round_up
 from pallas_kernels.region import mosaic, region_call, traced_for
 from pallas_kernels.segment_sum import segment_sum
+from pallas_kernels.sharding import AxisName, rows_of_all
 
 _BLOCK = CHUNK  # Rows of a block decide bits on the CPU (blocks of 8 and 64 rows differ): one block for every case.
 
@@ -61,16 +62,24 @@ def row_op(
         constants: Positions of float blocks that get no gradient (tables, temperatures).
 
     Returns:
-        `op(*rows, *shared, segments=None, schedule=Schedule())` over any number of rows.
+        `op(*rows, *shared, segments=None, axis_name=None, schedule=Schedule())` over any number of rows. With
+        `axis_name` they are those of one rank of that mesh axis, `segments` are of all ranks, and every rank gets the
+        gradient of what is shared, summed over all.
     """
     spec = _Spec(name, fn, num_shared, frozenset(constants))
 
-    def op(*args: jax.Array, segments: Segments | None = None, schedule: Schedule = Schedule()):
+    def op(
+        *args: jax.Array,
+        segments: Segments | None = None,
+        axis_name: AxisName | None = None,
+        schedule: Schedule = Schedule(),
+    ):
         rows = args[: len(args) - num_shared]
         shared = args[len(args) - num_shared :]
-        if num_shared and segments is None:
-            segments = Segments.one(rows[0].shape[0])
-        out = _row_op(spec, schedule, rows, shared, segments if num_shared else None)
+        if num_shared:
+            all_rows = rows_of_all(name, rows[0].shape[0], axis_name)
+            segments = segments or Segments.one(all_rows)
+        out = _row_op(spec, schedule, axis_name, rows, shared, segments if num_shared else None)
         return out if len(out) > 1 else out[0]
 
     return functools.wraps(fn)(op)
@@ -81,9 +90,9 @@ def rowwise(fn: Callable[..., Any]) -> Callable[..., Any]:
     return row_op(fn.__name__, fn)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _row_op(spec: _Spec, schedule: Schedule, rows, shared, segments):
-    del segments
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _row_op(spec: _Spec, schedule: Schedule, axis_name: AxisName | None, rows, shared, segments):
+    del axis_name, segments
     count = rows[0].shape[0]
     blocks = [jax.ShapeDtypeStruct((_BLOCK, *x.shape[1:]), x.dtype) for x in rows]
     outs = jax.eval_shape(spec, *blocks, *shared)
@@ -109,11 +118,11 @@ def _row_op(spec: _Spec, schedule: Schedule, rows, shared, segments):
     return tuple(out[:count] for out in results)
 
 
-def _forward(spec: _Spec, schedule: Schedule, rows, shared, segments):
-    return _row_op(spec, schedule, rows, shared, segments), (rows, shared, segments)
+def _forward(spec: _Spec, schedule: Schedule, axis_name: AxisName | None, rows, shared, segments):
+    return _row_op(spec, schedule, axis_name, rows, shared, segments), (rows, shared, segments)
 
 
-def _backward(spec: _Spec, schedule: Schedule, residuals, cotangents):
+def _backward(spec: _Spec, schedule: Schedule, axis_name: AxisName | None, residuals, cotangents):
     rows, shared, segments = residuals
     count = rows[0].shape[0]
     padded = round_up(count, CHUNK)
@@ -175,7 +184,7 @@ def _backward(spec: _Spec, schedule: Schedule, residuals, cotangents):
 
     grads = [None if _is_float(x) else _no_gradient(x) for x in args]
     for i, grad in zip(floats, results, strict=True):
-        grads[i] = grad[:count] if i < len(rows) else segment_sum(grad, segments)
+        grads[i] = grad[:count] if i < len(rows) else segment_sum(grad, segments, axis_name=axis_name)
     return tuple(grads[: len(rows)]), tuple(grads[len(rows) :]), None
 
 

@@ -35,6 +35,20 @@ def _fits(num_splits: int, ranks: int) -> bool:
     return ranks == 1 or (rest == 0 and local & (local - 1) == 0)
 
 
+def check_subtrees(op: str, terms: int, axis_name: AxisName | None) -> None:
+    """Refuses `terms` a rank that are no subtree of `trees.fold` over the terms of all ranks.
+
+    Raises:
+        ShardingError: If they are not a power of two.
+    """
+    ranks = axis_size(axis_name)
+    if not _fits(terms * ranks, ranks):
+        raise ShardingError(
+            f"{op} got {terms} terms a rank over {axis_name}={ranks}, which are no subtree: give every rank a power of"
+            " two"
+        )
+
+
 def rows_of_all(op: str, rows: int, axis_name: AxisName | None) -> int:
     """How many rows all ranks hold together, each `rows`, whole blocks of the grid.
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.global_norm import kernel
+from pallas_kernels.sharding import axis_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,23 +25,28 @@ class Numerics:
     max_tile: int = 64  # Most rows and most columns of a tile, a power of two.
 
 
-def global_norm(tree: Any, *, numerics: Numerics = Numerics()) -> Float32[Array, ""]:
+def global_norm(tree: Any, *, specs: Any = None, numerics: Numerics = Numerics()) -> Float32[Array, ""]:
     """The square root of the sum of the squares of all leaves, in float32.
 
     Squares are added in tiles of the last two axes (`tile_of`), the tiles of a tensor in tree order by their
-    row-major index, tensors in a chain by sorted name. No tile crosses a shard, so ranks may compute `tile_sums` of
+    row-major index, tensors in a chain by sorted name. No tile crosses a shard, so ranks compute `tile_sums` of
     their shards, gather them and take `norm_of_tiles`.
 
     Args:
         tree: A nested dict or the state of an `nnx` module; leaves are named by their path.
+        specs: Inside `shard_map`, the `PartitionSpec` of every leaf, or of whole branches as for `in_specs`; leaves
+            are then those of this rank, and every rank gets the norm of all. By default all leaves are whole.
         numerics: What decides bits.
 
     Raises:
-        ValueError: If there are no leaves.
+        ValueError: If there are no leaves, or a shard cuts a tile.
     """
     if not (leaves := _named(tree)):
         raise ValueError("global_norm got no leaves: pass the gradients of the parameters that are trained")
-    return _global_norm(leaves, numerics)
+    if specs is None:
+        return _global_norm(leaves, numerics)
+    by_leaf = jax.tree.broadcast(specs, tree, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    return _norm_of_shards(leaves, _named(by_leaf, is_leaf=lambda spec: isinstance(spec, PartitionSpec)), numerics)
 
 
 def tile_of(shape: tuple[int, ...], numerics: Numerics = Numerics()) -> tuple[int, int]:
@@ -111,9 +119,24 @@ def _global_norm(leaves: dict[str, jax.Array], numerics: Numerics) -> jax.Array:
     return norm_of_tiles(tiles)
 
 
-def _named(tree: Any) -> dict[str, jax.Array]:
+def _norm_of_shards(
+    leaves: dict[str, jax.Array], specs: dict[str, PartitionSpec], numerics: Numerics
+) -> Float32[Array, ""]:
+    """The norm of tensors that lie on ranks: tiles are gathered along the axes that their tensor is cut along."""
+    tiles = {}
+    for name, leaf in leaves.items():
+        axes = (*specs[name], *(None,) * (leaf.ndim - len(specs[name])))
+        shape = tuple(n * axis_size(axis) for n, axis in zip(leaf.shape, axes, strict=True))
+        tiles[name] = tile_sums(leaf, global_shape=shape, numerics=numerics)
+        for place, axis in enumerate(axes, tiles[name].ndim - leaf.ndim):
+            if axis is not None:
+                tiles[name] = lax.all_gather(tiles[name], axis, axis=place, tiled=True)
+    return norm_of_tiles(tiles)
+
+
+def _named(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
     """Leaves by path; the state of a module, whose variables end in `.value`, has the names of the plain dict."""
-    names = jax.tree_util.tree_leaves_with_path(tree)
+    names = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return {jax.tree_util.keystr(_without_value(path), simple=True, separator="."): leaf for path, leaf in names}
 
 

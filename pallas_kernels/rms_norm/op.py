@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 from isojax.layouts import Segments
 from pallas_kernels.rms_norm import reference
 from pallas_kernels.rows import row_op
+from pallas_kernels.sharding import AxisName
 
 
 def rms_norm(
@@ -15,6 +16,7 @@ def rms_norm(
     *,
     eps: float = 1e-6,
     segments: Segments | None = None,
+    axis_name: AxisName | None = None,
 ) -> Float[Array, "rows width"]:
     """Normalises each row of `x` and scales it by 1 + `scale`.
 
@@ -25,9 +27,14 @@ def rms_norm(
         x: Rows in bfloat16 or float32; the arithmetic is float32, rounded once.
         scale: Zero-centred scale, float32.
         eps: Added to the mean square.
-        segments: The sequence of every 64 rows, for the gradient; by default one sequence.
+        segments: The sequence of every 64 rows of all ranks, for the gradient; by default one sequence.
+        axis_name: The mesh axis that rows are sharded over, inside `shard_map`: every rank gets the gradient of
+            `scale` that one device has.
+
+    Raises:
+        ShardingError: If ranks do not hold whole blocks of 64 rows.
     """
-    return _op(eps)(x, scale, segments=segments)
+    return _op(eps)(x, scale, segments=segments, axis_name=axis_name)
 
 
 @functools.cache
