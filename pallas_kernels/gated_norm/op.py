@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 
 from isojax.layouts import Segments
 from pallas_kernels.rows import row_op
-from pallas_kernels.share_over_heads import share_over_heads
-from pallas_kernels.spread import spread, sum_axis
+from pallas_kernels.spread import share_over_heads, spread, sum_axis
 
 
 def gated_norm(
@@ -24,8 +23,8 @@ def gated_norm(
     """RMS norm of every head of `o`, times `scale` (not zero-centred), times silu(`z`).
 
     Float32 with one rounding; sums in tree order. A head's bits depend on its own values alone, whatever the
-    number of rows and heads. The gradient of `scale` adds 64 rows in tree order head by head, follows
-    `segment_sum`, and adds the heads last as `share_over_heads`.
+    number of rows and heads. The gradient of `scale` adds 64 rows in tree order head by head, then
+    the heads (`spread.head_sum`), and follows `segment_sum`.
 
     Args:
         o: Output of the delta rule, bfloat16 or float32.
@@ -34,14 +33,15 @@ def gated_norm(
         eps: Added to the mean square.
         segments: The sequence of every 64 rows, for the gradient of `scale`; by default one sequence.
     """
-    return _op(eps)(o, z, share_over_heads(scale, o.shape[1]), segments=segments)
+    return _op(eps)(o, z, scale, segments=segments)
 
 
 def _rows(o: jax.Array, z: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
-    rows, _, width = o.shape
+    rows, heads, width = o.shape
+    scale = share_over_heads(scale.astype(jnp.float32), heads)
     wide = o.astype(jnp.float32)
     factor = lax.rsqrt(sum_axis(wide * wide, -1) / width + eps)
-    normed = wide * spread(factor, -1, width) * spread(scale.astype(jnp.float32)[None], 0, rows)
+    normed = wide * spread(factor, -1, width) * spread(scale[None], 0, rows)
     return (normed * jax.nn.silu(z.astype(jnp.float32))).astype(o.dtype)
 
 

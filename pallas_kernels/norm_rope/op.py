@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 from isojax.layouts import Segments
 from pallas_kernels.region import exact_product
 from pallas_kernels.rows import row_op
-from pallas_kernels.share_over_heads import share_over_heads
-from pallas_kernels.spread import spread, sum_axis
+from pallas_kernels.spread import share_over_heads, spread, sum_axis
 
 
 def norm_rope(
@@ -26,8 +25,8 @@ def norm_rope(
     """Normalises each head of each row and turns its first 2·half dimensions by the row's position.
 
     Float32 with one rounding; sums in tree order. A head's bits depend on its own values alone, whatever the number
-    of rows and heads. The gradient of `scale` adds 64 rows head by head, follows `segment_sum`, and adds the heads
-    last as `share_over_heads`.
+    of rows and heads. The gradient of `scale` adds 64 rows head by head, then the heads (`spread.head_sum`), then
+    follows `segment_sum`.
 
     Args:
         x: Queries or keys, bfloat16 or float32.
@@ -44,7 +43,7 @@ def norm_rope(
         raise ValueError(f"norm_rope turns {2 * cos.shape[-1]} dimensions of heads of {x.shape[-1]}: check rotary_dim")
     if cos.dtype.name != "float32" or sin.dtype.name != "float32":
         raise ValueError(f"norm_rope takes float32 tables, got {cos.dtype} and {sin.dtype}: use rotary_tables")
-    return _op(eps)(x, cos, sin, share_over_heads(scale, x.shape[1]), segments=segments)
+    return _op(eps)(x, cos, sin, scale, segments=segments)
 
 
 def _rows(x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
@@ -52,7 +51,7 @@ def _rows(x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, *, eps
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
     factor = lax.rsqrt(sum_axis(wide * wide, -1) / width + eps)
-    normed = wide * spread(factor, -1, width) * spread((1.0 + scale)[None], 0, rows)
+    normed = wide * spread(factor, -1, width) * spread(1.0 + share_over_heads(scale, heads)[None], 0, rows)
     first, second, rest = normed[..., :half], normed[..., half : 2 * half], normed[..., 2 * half :]
     cos, sin = (jnp.broadcast_to(table[:, None, :], (rows, heads, half)) for table in (cos, sin))
     # All four products are rounded: over 4 of 32 dimensions rows differ by where they stand in the block otherwise.

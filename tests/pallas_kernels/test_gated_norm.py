@@ -6,8 +6,7 @@ import pytest
 from isojax import trees
 from isojax.layouts import Segments
 from pallas_kernels.gated_norm import gated_norm
-from pallas_kernels.share_over_heads import reference as sharing
-from pallas_kernels.share_over_heads import share_over_heads
+from pallas_kernels.spread import head_sum, share_over_heads
 from tests.bits import assert_bit_equal, bits, differing
 
 
@@ -57,28 +56,27 @@ def test_a_bfloat16_result_is_the_float32_one_rounded_once():
     assert_bit_equal(jax.jit(gated_norm)(o, z, scale), np.asarray(wide).astype(jnp.bfloat16))
 
 
+def test_sequences_apart_and_together_have_one_scale_gradient():
+    o, z, scale, cotangent = inputs(192, 16, 32)
+    whole = with_gradients(o, z, scale, cotangent, Segments(jnp.asarray([0, 0, 1]), 2))[3]
+    parts = [
+        with_gradients(o[rows], z[rows], scale, cotangent[rows], Segments.one(rows.stop - rows.start))[3]
+        for rows in (slice(0, 128), slice(128, 192))
+    ]
+    assert_bit_equal(jax.jit(jnp.add)(*parts), whole)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_with_their_own_heads_compute_subtrees_of_the_scale_gradient(ranks):
-    o, z, scale, cotangent = inputs(128, 16, 32)
-    segments = Segments(jnp.asarray([0, 1]), 2)
-    whole = with_gradients(o, z, scale, cotangent, segments)[3]
-    own = 16 // ranks
-
-    @jax.jit
-    def head_grads(o, z, cotangent):  # Before the heads meet: one head at a time.
-        grads = [
-            jax.vjp(lambda s, h=h: gated_norm(o[:, [h]], z[:, [h]], s, segments=segments), scale)[1](cotangent[:, [h]])
-            for h in range(own)
-        ]
-        return sharing.head_sum(jnp.stack([g[0] for g in grads]), 8 // ranks)
-
-    parts = [head_grads(*(x[:, r * own :][:, :own] for x in (o, z, cotangent))) for r in range(ranks)]
-    assert_bit_equal(jax.jit(lambda *p: trees.fold(jnp.add, p))(*parts), whole)
+def test_ranks_with_their_own_heads_compute_subtrees_of_the_head_sum(ranks):
+    grad = heads_of(32, 1, 64)[:, 0]
+    own = 32 // ranks
+    parts = [jax.jit(head_sum, static_argnums=1)(grad[r * own :][:own], 8 // ranks) for r in range(ranks)]
+    assert_bit_equal(jax.jit(lambda *p: trees.fold(jnp.add, p))(*parts), jax.jit(head_sum)(grad))
 
 
 def test_the_number_of_head_splits_decides_bits():
     grad = heads_of(16, 1, 32)[:, 0]
-    assert differing(sharing.head_sum(grad, 1), sharing.head_sum(grad))
+    assert differing(head_sum(grad, 1), head_sum(grad))
 
 
 @pytest.mark.parametrize("heads", [1, 6, 16])
@@ -86,9 +84,4 @@ def test_a_shared_weight_adds_its_heads_as_written(heads):
     scale, grad = jnp.arange(16.0), heads_of(heads, 1, 16)[:, 0]
     out, pull = jax.vjp(jax.jit(lambda s: share_over_heads(s, heads)), scale)
     assert (bits(out) == bits(scale)).all()
-    assert_bit_equal(pull(grad)[0], sharing.head_sum(grad))
-
-
-def test_splits_that_do_not_divide_the_heads_are_refused():
-    with pytest.raises(ValueError, match="6 heads into num_splits=4"):
-        share_over_heads(jnp.ones(8), 6, num_splits=4)
+    assert_bit_equal(pull(grad)[0], head_sum(grad))
