@@ -64,6 +64,20 @@ def rows_of_all(op: str, rows: int, axis_name: AxisName | None) -> int:
     return rows * ranks
 
 
+def sharded_rows(op: str, setting: str, rows_axis: int | None, axis_name: AxisName | None) -> bool:
+    """Whether `gather_axis` or `scatter_axis` says that rows are sharded over `axis_name` too.
+
+    Raises:
+        ValueError: If it names another axis than that of rows, or there is no mesh axis.
+    """
+    if rows_axis not in (None, 0) or (rows_axis == 0 and axis_name is None):
+        raise ValueError(
+            f"{op} got {setting}={rows_axis} with axis_name={axis_name!r}: rows are axis 0, sharded over a named mesh"
+            " axis"
+        )
+    return rows_axis == 0
+
+
 def check_pieces(op: str, size: int, what: str, axis_name: AxisName) -> None:
     """Refuses an axis of `size` that ranks cannot cut into equal pieces.
 

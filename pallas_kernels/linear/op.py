@@ -15,7 +15,7 @@ from pallas_kernels.cast import cast
 from pallas_kernels.collectives import add_terms, add_to_pieces
 from pallas_kernels.linear import kernel
 from pallas_kernels.linear.numerics import Numerics, Schedule, split_axis
-from pallas_kernels.sharding import AxisName, axis_size, check_pieces, splits_of_rank
+from pallas_kernels.sharding import AxisName, axis_size, check_pieces, sharded_rows, splits_of_rank
 
 
 def column_linear(
@@ -57,7 +57,7 @@ def column_linear(
         ValueError: If a weight does not fit `x`, or ranks do not hold whole splits of the outputs.
     """
     _check("column_linear", x, weights)
-    ranks = _ranks("column_linear", "gather_axis", axis_name, gather_axis)
+    ranks = _Ranks(axis_name, sharded_rows("column_linear", "gather_axis", gather_axis, axis_name))
     splits_of_rank("column_linear", "gradient_splits", numerics.gradient_splits, axis_name)
     dtypes = tuple(jnp.dtype(dtype or x.dtype) for dtype in out_dtypes or [None] * len(weights))
     segments = segments or Segments.one(x.shape[0] * (axis_size(axis_name) if ranks.rows else 1))
@@ -98,7 +98,7 @@ def row_linear(
             splits of them, or do not divide the rows that are scattered.
     """
     _check("row_linear", x, (weight,))
-    ranks = _ranks("row_linear", "scatter_axis", axis_name, scatter_axis)
+    ranks = _Ranks(axis_name, sharded_rows("row_linear", "scatter_axis", scatter_axis, axis_name))
     if x.shape[1] % splits_of_rank("row_linear", "num_splits", numerics.num_splits, axis_name):
         raise ValueError(
             f"row_linear cuts its {x.shape[1] * axis_size(axis_name)} inputs into num_splits={numerics.num_splits}"
@@ -214,15 +214,6 @@ def _check(name: str, x, weights) -> None:
                 f"{name} multiplies rows of {x.shape[1]} inputs, got weight {index} of shape {weight.shape}:"
                 " pass it as [outputs, inputs]"
             )
-
-
-def _ranks(name: str, setting: str, axis_name: AxisName | None, rows_axis: int | None) -> _Ranks:
-    if rows_axis not in (None, 0) or (axis_name is None and rows_axis is not None):
-        raise ValueError(
-            f"{name} got {setting}={rows_axis} with axis_name={axis_name!r}: rows are axis 0, and sharded over a named"
-            " mesh axis"
-        )
-    return _Ranks(axis_name, rows_axis == 0)
 
 
 def _none(segments: Segments):

@@ -46,7 +46,7 @@ def test_lax_psum_in_its_place_has_another_gradient_and_is_named_by_the_audit(ex
 
 
 def test_a_gradient_taken_outside_is_refused_by_the_audit(example):
-    """There `shard_map` divides the cotangent of the loss by the number of ranks, and adds those of what is replicated."""
+    """There `shard_map` divides the cotangent of the loss by the ranks, and adds those of replicated inputs."""
     args, mesh = example.arguments(), jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = (example.SPECS, example.ROWS, example.ROWS)
     outside = jax.grad(jax.shard_map(example.loss, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))

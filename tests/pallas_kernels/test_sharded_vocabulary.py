@@ -1,0 +1,100 @@
+"""A vocabulary on the ranks of a mesh axis: embedding and log-probabilities with the bits of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from isojax import ops
+from isojax.errors import ShardingError
+from isojax.layouts import Segments
+from pallas_kernels.logprob import Numerics
+from tests.bits import assert_bit_equal
+from tests.pallas_kernels.meshes import ALL, AXIS, COLUMNS, RANKS, ROWS, assert_as_on_one_device, on_ranks
+
+
+def random(seed, *shape, dtype="float32"):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def words(rows, vocab):
+    return jax.random.randint(jax.random.key(5), (rows,), 0, vocab, jnp.int32)
+
+
+@pytest.mark.parametrize("vocab", [1104, 2048])  # Splits of 138 words: two blocks with padding; whole blocks.
+def test_logprobs_and_entropies_of_a_sharded_vocabulary_have_the_bits_of_one_device(vocab):
+    rows, real = 70, vocab - 150  # The last ranks hold padded words alone.
+    logits, targets = 4 * random(0, rows, vocab), words(rows, real).at[:2].set(jnp.array([-1, real]))
+    settings = {"temperature": jnp.linspace(0.5, 2, rows), "vocab": real}
+    assert_as_on_one_device(
+        lambda logits: ops.logprob(logits, targets, **settings),
+        lambda logits: ops.logprob(logits, targets, axis_name=AXIS, **settings),
+        (logits,),
+        (COLUMNS,),
+        (random(1, rows), random(2, rows)),
+        (ALL, ALL),
+        ranks=RANKS if vocab == 1104 else (8,),
+    )
+
+
+def test_a_mask_over_a_sharded_vocabulary_and_a_list_of_all_words():
+    vocab, rows = 520, 66
+    logits, targets, keep = 4 * random(0, rows, vocab), words(rows, vocab), random(1, rows, vocab) > -1
+
+    def both(logits, keep, axis_name=None):
+        settings = {"temperature": 0.7, "keep": keep, "axis_name": axis_name}
+        return ops.logprob(logits, targets, **settings), ops.logprobs_all(logits, **settings)
+
+    want = jax.jit(both)(logits, keep)
+    assert np.isneginf(want[0][0]).any()
+    for ranks in (2, 8):
+        run = on_ranks(lambda x, k: both(x, k, AXIS), ranks, (COLUMNS, COLUMNS), ((ALL, ALL), COLUMNS))
+        assert_bit_equal(run(logits, keep), want)
+
+
+def test_a_nan_on_any_rank_shows_on_all():
+    logits = random(0, 64, 512).at[3, 400].set(jnp.nan)
+    run = on_ranks(lambda x: ops.logprob(x, words(64, 100), temperature=1.0, axis_name=AXIS), 4, COLUMNS, (ALL, ALL))
+    logprobs, entropies = run(logits)
+    assert np.flatnonzero(np.isnan(logprobs)).tolist() == [3]
+    assert np.flatnonzero(np.isnan(entropies)).tolist() == [3]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", ["replicated", "scattered"])
+def test_rows_of_a_sharded_table_have_the_bits_of_one_device(rows, dtype):
+    scatter = 0 if rows == "scattered" else None
+    tokens = words(192, 40).at[:3].set(jnp.array([0, 39, 5]))
+    settings = {"dtype": dtype, "segments": Segments(jnp.array([0, 0, 1]), 2)}
+    assert_as_on_one_device(
+        lambda table: ops.embed(tokens, table, **settings),
+        lambda table: ops.embed(tokens, table, axis_name=AXIS, scatter_axis=scatter, **settings),
+        (random(0, 40, 48),),
+        (ROWS,),
+        random(1, 192, 48, dtype=dtype),
+        ALL if scatter is None else ROWS,
+        ranks=RANKS if dtype == "float32" else (8,),
+    )
+
+
+def test_tokens_beyond_a_sharded_table_are_nan_and_any_number_of_rows_goes():
+    tokens, table = jnp.array([3, -1, 40, 39, 0]), random(0, 40, 8)
+    want = jax.jit(lambda t: ops.embed(tokens, t, dtype="float32"))(table)
+    got = on_ranks(lambda t: ops.embed(tokens, t, dtype="float32", axis_name=AXIS), 4, ROWS, ALL)(table)
+    assert np.isnan(got).all(axis=1).tolist() == [False, True, True, False, False]
+    assert_bit_equal(got[np.array([0, 3, 4])], want[np.array([0, 3, 4])])
+
+
+def test_vocabularies_that_ranks_do_not_hold_in_splits_are_refused():
+    def run(x):
+        return ops.logprob(x, words(8, 100), temperature=1.0, numerics=Numerics(num_splits=4), axis_name=AXIS)[0]
+
+    with pytest.raises(ShardingError, match="logprob: num_splits=4 does not divide over tensor=8"):
+        on_ranks(run, 8, COLUMNS, ALL)(random(0, 8, 512))
+    embed = on_ranks(
+        lambda t: ops.embed(words(6, 8), t, dtype="float32", axis_name=AXIS, scatter_axis=0), 4, ROWS, ROWS
+    )
+    with pytest.raises(ShardingError, match=r"embed .* 6 rows, .* tensor=4: pad them to 8"):
+        embed(random(0, 8, 16))
+    with pytest.raises(ValueError, match="embed got scatter_axis=0 with axis_name=None"):
+        ops.embed(words(8, 8), random(0, 8, 16), dtype="float32", scatter_axis=0)
