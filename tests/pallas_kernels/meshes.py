@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.bits import assert_bit_equal
 
-RANKS = (1, 2, 4, 8)
+RANKS = (2, 8)  # examples/own_block.py runs on 1, 2, 4 and 8.
 AXIS = "tensor"
 ALL, ROWS, COLUMNS = P(), P(AXIS), P(None, AXIS)
 

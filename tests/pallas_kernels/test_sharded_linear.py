@@ -65,9 +65,8 @@ def test_a_row_parallel_layer_has_the_bits_of_one_device(rows, dtype):
 def test_any_number_of_rows_may_be_replicated():
     x, weight = random(0, 7, 64), random(1, 16, 64)
     want = jax.jit(row_linear)(x, weight)
-    for ranks in (1, 4):
-        run = on_ranks(lambda x, w: row_linear(x, w, axis_name=AXIS), ranks, (COLUMNS, COLUMNS), ALL)
-        assert_bit_equal(run(x, weight), want)
+    run = on_ranks(lambda x, w: row_linear(x, w, axis_name=AXIS), 4, (COLUMNS, COLUMNS), ALL)
+    assert_bit_equal(run(x, weight), want)
 
 
 def test_one_device_without_an_axis_is_an_axis_of_one():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from isojax import collectives, ops
+from isojax import collectives, ops, optim
 from isojax.errors import ShardingError
 from isojax.layouts import Segments
 from pallas_kernels.global_norm import Numerics, global_norm
@@ -88,6 +88,19 @@ def test_the_norm_of_shards_is_the_norm_of_the_tensors():
     want = global_norm(tree)
     for ranks in (1, 2, 4, 8):
         assert_bit_equal(on_ranks(lambda t: global_norm(t, specs=specs), ranks, (specs,), ALL)(tree), want)
+
+
+def test_an_update_on_ranks_is_the_update_of_one_device():
+    params, grads = ({"w": random(i, 64, 40), "scale": random(i + 1, 24)} for i in (0, 5))
+    specs = {"w": COLUMNS, "scale": ALL}
+    optimizer = optim.AdamW(lambda step: 1e-3, max_grad_norm=1.0)
+
+    def update(params, grads, specs=None):
+        norm = optim.global_norm(grads, specs=specs)
+        return optimizer.update(params, grads, optimizer.init(params), grad_norm=norm)[0]
+
+    want = jax.jit(update)(params, grads)
+    assert_bit_equal(on_ranks(lambda p, g: update(p, g, specs), 4, (specs, specs), specs)(params, grads), want)
 
 
 def test_shards_that_cut_a_tile_are_refused():
