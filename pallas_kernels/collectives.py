@@ -42,8 +42,8 @@ def psum[T: PyTree](x: T, axis_name: AxisName, *, schedule: Schedule = Schedule(
     power of two each, in tree order and float32 get the bits of one device. Integers are added too. The
     cotangent of the sum, which is replicated, goes to every term as it is: nothing is added backward.
 
-    That is the derivative inside `shard_map`. A gradient taken outside of it divides the cotangent by the number of ranks
-    and adds with XLA's `psum`: gradients of sharded values are wrong, and `isojax.audit` names both operations.
+    That is the derivative inside `shard_map`. A gradient taken outside of it divides the cotangent by the number of
+    ranks and adds with XLA's `psum`: gradients of sharded values are wrong, and `isojax.audit` names both operations.
 
     Args:
         x: An array or a tree of them; floats are bfloat16 or float32.
