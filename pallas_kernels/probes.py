@@ -15,7 +15,7 @@ from pallas_kernels.binding import Ops
 from pallas_kernels.experts import Plan, dispatch_plan
 from pallas_kernels.router import load_balancing_loss
 from pallas_kernels.rows import row_op
-from pallas_kernels.sample import sample
+from pallas_kernels.sample import edit_logits, sample
 from pallas_kernels.segment_sum import segment_sum
 from pallas_kernels.step import Chunks, Decode
 from pallas_kernels.tree_sum import add_gradients, tree_sum
@@ -105,6 +105,7 @@ def probes(o: Ops) -> dict[str, Probe]:
         ),
         "logprobs_all": (lambda logits, t: o.logprobs_all(logits, temperature=t), "float32: rows vocab, float32: rows"),
         "sample": (sample, "float32: rows vocab, uint32: rows 2, float32: rows, bool: rows vocab"),
+        "edit_logits": (edit_logits, "float32: rows vocab, int32: rows edits, float32: rows edits, bool: rows"),
         "truncation_mask": (
             lambda logits, t, k, p, m: o.truncation_mask(logits, temperature=t, top_k=k, top_p=p, min_p=m),
             "float32: rows vocab, float32: rows, int32: rows, float32: rows, float32: rows",

@@ -18,7 +18,7 @@ from isojax.pytrees import pytree
 from pallas_kernels.binding import Ops
 from pallas_kernels.logprob import top_logprobs
 from pallas_kernels.ordering import ordered
-from pallas_kernels.sample import reported, sample_key
+from pallas_kernels.sample import edit_logits, reported, sample_key
 from pallas_kernels.sample import sample as draw
 from pallas_kernels.step import Chunks, Decode
 from qwen35_moe.cache import Cache, init_cache
@@ -180,7 +180,7 @@ class Programs:
         def sample(params, state: State, controls: Controls, edits: Edits | None, filtered: bool, most_likely: int):
             logits = self._logits(params, state.hidden.at[controls.slot].get(mode="clip"))
             if edits is not None:
-                logits = _edited(logits, edits)
+                logits = edit_logits(logits, edits.tokens, edits.add, edits.only)
             temperature, keep = reported(controls.temperature), None
             if filtered:
                 keep = self.ops.truncation_mask(
@@ -284,15 +284,6 @@ def _residency(homes: Homes) -> Residency:
         state_in=homes.state_in,
         state_out=homes.state_out,
     )
-
-
-def _edited(logits: jax.Array, edits: Edits) -> jax.Array:
-    """`logits` with `edits`: rows and tokens that none names keep their bits."""
-    rows = jnp.arange(len(logits))[:, None]
-    added = lax.optimization_barrier(logits.at[rows, edits.tokens].get(mode="clip") + edits.add)
-    named = jnp.zeros(logits.shape, bool).at[rows, edits.tokens].set(True, mode="drop")
-    logits = logits.at[rows, edits.tokens].set(added, mode="drop")
-    return jnp.where(edits.only[:, None] & ~named, -jnp.inf, logits)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.logprob import logprob
-from pallas_kernels.sample import reference, reported, sample, sample_key, stock, truncation_mask
+from pallas_kernels.sample import edit_logits, reference, reported, sample, sample_key, stock, truncation_mask
 from pallas_kernels.sample.keys import threefry
 from pallas_kernels.sample.op import _gumbel
 from pallas_kernels.sample.truncation import _mass_before
@@ -262,3 +262,22 @@ def test_the_stock_twins_mean_the_same():
     greedy = stock.sample(logits, keys_of(640), jnp.zeros(640), vocab=280)
     np.testing.assert_array_equal(greedy, np.argmax(logits[:, :280], axis=1))
     assert (bits(drawn) != bits(draw(logits, keys_of(640), jnp.full(640, 0.8), jnp.asarray(native), vocab=280))).any()
+
+
+# Edits
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_edits_change_the_words_they_name_and_no_other_bit(rows):
+    rng = np.random.default_rng(rows)
+    logits = np.array(scores(rows)).copy()
+    words = np.stack([rng.choice(300, 16, replace=False) for _ in range(rows)]).astype(np.int32)
+    words[:, 10:] = 300  # Padding.
+    bias = rng.standard_normal((rows, 16)).astype(np.float32)
+    bias[:, 3] = -np.inf
+    only = np.arange(rows) % 3 == 0
+    found = jax.jit(lambda *args: edit_logits(*args) * 2)(*map(jnp.asarray, (logits, words, bias, only))) / 2
+    want = np.where(only[:, None], np.float32(-np.inf), logits)
+    for row in range(rows):
+        want[row, words[row, :10]] = logits[row, words[row, :10]] + bias[row, :10]
+    assert_bit_equal(found, want)
