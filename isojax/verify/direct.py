@@ -55,6 +55,7 @@ def forward_rows(model: Qwen35Moe, lengths: Sequence[int] = LENGTHS, plans: Sequ
     for plan in plans:
         steps = plan.steps([len(ids) - 1 for ids in sequences])
         yield Row.of(plan.name, "direct", phases.run(sequences, steps), whole)
+    yield _truncated(phases, model, sequences)
     for mates in MATES:
         yield _beside(phases, sequences[-1][:140], whole[-1][:139], mates)
 
@@ -120,6 +121,15 @@ def _beside(phases: Phases, last: np.ndarray, whole: np.ndarray, mates: int) -> 
     others = [rng.integers(0, 256, 8 + 5 * (i % 7), dtype=np.int32) for i in range(mates)]
     steps = Plan("", prompts=20, budget=mates + 40).steps([len(ids) - 1 for ids in (last, *others)])
     return Row.of(f"decode beside {mates} others", "direct", phases.run([last, *others], steps)[0], whole)
+
+
+def _truncated(phases: Phases, model: Qwen35Moe, sequences: list[np.ndarray]) -> Row:
+    """Scores in a distribution that leaves out about half of random tokens."""
+    sampling = Sampling(temperature=4.0, top_k=200, top_p=0.99, min_p=1e-4)
+    batch = as_batch(sequences, sampling)
+    whole = by_sequence(batch, score(model, batch).logprobs)
+    steps = Plan("", budget=100).steps([len(ids) - 1 for ids in sequences])
+    return Row.of("truncated sampling", "direct", phases.run(sequences, steps, sampling), whole)
 
 
 def _recut(batch: Batch, sequences: int) -> Batch:

@@ -1,6 +1,6 @@
 """Rows of the engine: what vLLM returned, under every way it schedules, against the trainer's forward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,14 @@ def rows(checkpoint: Path, numerics: str) -> Iterator[Row]:
             yield engine.row(f"token budget of {budget}", engine.prompts(9))
     with _Engine(model, page, async_scheduling=False) as engine:
         yield engine.row("synchronous scheduling", engine.prompts(9))
+    with _Engine(model, page, sampling={"top_k": 100, "top_p": 0.9, "min_p": 0.01}) as engine:
+        yield engine.row("truncated sampling", engine.prompts(9))
 
 
 class _Engine:
     """An engine over random prompts, and rows that compare what it returns."""
 
-    def __init__(self, model: Qwen35Moe, page: int, **options: Any):
+    def __init__(self, model: Qwen35Moe, page: int, sampling: Mapping[str, Any] | None = None, **options: Any):
         self.model, self.page, self._seed = model, page, 0
         settings = {
             "max_model_len": (PREFIX_PAGES + 3) * page,
@@ -55,8 +57,8 @@ class _Engine:
             "num_gpu_blocks_override": NUM_BLOCKS,
             "skip_tokenizer_init": True,
         }
-        sampling = {"n": 2, "max_tokens": TOKENS, "temperature": 0.9, "ignore_eos": True, "detokenize": False}
-        self._rollouts = Rollouts(model, settings | options, sampling)
+        drawn = {"n": 2, "max_tokens": TOKENS, "temperature": 0.9, "ignore_eos": True, "detokenize": False}
+        self._rollouts = Rollouts(model, settings | options, drawn | dict(sampling or {}))
 
     def __enter__(self) -> "_Engine":
         return self
