@@ -21,17 +21,18 @@ from isojax.verify.phases import Phases, Plan
 from isojax.verify.report import Row
 from qwen35_moe import Qwen35Moe
 
-LENGTHS = (1 + 1, 63, 64, 65, 66, 129, 200, 333)
+LENGTHS = (2, 63, 64, 65, 66, 127, 128, 129, 130, 191, 192, 193, 200, 256, 257, 320, 321, 333)
 """Sequences on both sides of chunk borders, and over several chunks and pages."""
 
 MATES = (1, 7, 33)
-BUDGETS = (1, 63, 64, 65, 100, 256)
+PIECES = (1, 63, 64, 65, 100, 256)
 PLANS = (
     Plan("prefill in one piece"),
-    *(Plan(f"prefill in pieces of {budget}", budget=budget, mates=1) for budget in BUDGETS),
-    Plan("prefill under a shared budget of 100", budget=100),
+    *(Plan(f"prefill in pieces of {piece}", piece=piece) for piece in PIECES),
+    *(Plan(f"prefill under a shared budget of {budget}", budget=budget) for budget in (64, 100)),
+    Plan("prefill one after another, budget of 65", budget=65, mates=1),
     *(Plan(f"decode after a prompt of {prompt}", prompts=prompt) for prompt in (1, 63, 64, 65)),
-    Plan("decode beside prefills", prompts=40, budget=72, mates=3),
+    Plan("decode beside prefills", prompts=40, budget=72, mates=7),
 )
 
 
@@ -46,9 +47,9 @@ def rows(checkpoint: Path, numerics: str) -> Iterator[Row]:
 
 
 def forward_rows(model: Qwen35Moe, lengths: Sequence[int] = LENGTHS, plans: Sequence[Plan] = PLANS) -> Iterator[Row]:
-    """Every way to score sequences, against the trainer's forward over all of them packed together."""
+    """Every way to score sequences, against the trainer's forward over micro-batches of 8."""
     sequences = draw(model, lengths)
-    batch = as_batch(sequences)
+    batch = _recut(as_batch(sequences), 8)
     whole = by_sequence(batch, score(model, batch).logprobs)
     yield from _trainer_rows(model, sequences, batch, whole)
     phases = Phases(model, sequences=MATES[-1] + 1, max_len=max(lengths))
@@ -61,12 +62,13 @@ def forward_rows(model: Qwen35Moe, lengths: Sequence[int] = LENGTHS, plans: Sequ
 
 
 def gradient_rows(model: Qwen35Moe) -> Iterator[Row]:
-    """The gradient and its forward, with other micro-batches and with remat."""
+    """The gradient and its forward, of micro-batches of 8 against smaller ones and remat."""
     batch = as_batch(draw(model, range(66, 120, 7)))
     whole = by_sequence(batch, score(model, batch).logprobs)
     grads, scores = policy_gradient(model, batch)
     yield Row.of("forward of the gradient", "direct", by_sequence(batch, scores.logprobs), whole)
-    for name, other, remat in (("micro-batches of 2", _recut(batch, 2), False), ("remat", batch, True)):
+    ways = [(f"micro-batches of {count}", _recut(batch, count), False) for count in (1, 2)] + [("remat", batch, True)]
+    for name, other, remat in ways:
         found, again = policy_gradient(model, other, remat=remat)
         yield Row.of(f"gradient, {name}", "direct", nnx.to_pure_dict(found), nnx.to_pure_dict(grads), "gradients")
         yield Row.of(f"forward of the gradient, {name}", "direct", by_sequence(batch, again.logprobs), whole)
@@ -95,7 +97,7 @@ def by_sequence(batch: Batch, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _trainer_rows(model: Qwen35Moe, sequences: list[np.ndarray], batch: Batch, whole: list[np.ndarray]):
-    for count in (1, 2, 4):
+    for count in (1, 2):
         found = by_sequence(batch, score(model, _recut(batch, count)).logprobs)
         yield Row.of(f"trainer, micro-batches of {count}", "direct", found, whole)
     lengths = np.array([len(ids) for ids in sequences], np.int32)
@@ -133,5 +135,7 @@ def _truncated(phases: Phases, model: Qwen35Moe, sequences: list[np.ndarray]) ->
 
 
 def _recut(batch: Batch, sequences: int) -> Batch:
-    blocks = np.bincount(batch.sequence).tolist()
-    return dataclasses.replace(batch, micro_batches=cut(blocks, 1 << 30, batch.group, sequences))
+    """The batch in micro-batches of so many sequences, all of one shape: one program."""
+    micro_batches = cut(np.bincount(batch.sequence).tolist(), 1 << 30, batch.group, sequences)
+    blocks = max(micro.blocks for micro in micro_batches)
+    return dataclasses.replace(batch, micro_batches=tuple(dataclasses.replace(m, blocks=blocks) for m in micro_batches))

@@ -129,12 +129,14 @@ class Plan:
     Attributes:
         name: For people.
         prompts: Tokens of each sequence that come as prompt; the others are decoded one by one.
+        piece: Tokens that a sequence advances by in a step at most.
         budget: Tokens of a step at most, decode rows first; prompts are cut to it.
         mates: Sequences that run at once; the next begins when one ends.
     """
 
     name: str
     prompts: int = 1 << 30
+    piece: int = 1 << 30
     budget: int = 1 << 30
     mates: int = 1 << 30
 
@@ -148,7 +150,7 @@ class Plan:
             decoding = [s for s in running if done[s] >= min(self.prompts, lengths[s])]
             for s in decoding + [s for s in running if s not in decoding]:
                 left = 1 if s in decoding else min(self.prompts, lengths[s]) - done[s]
-                if count := min(left, room):
+                if count := min(left, room, self.piece):
                     step[s], room = count, room - count
             for s, count in step.items():
                 done[s] += count

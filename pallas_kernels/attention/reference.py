@@ -9,6 +9,8 @@ from isojax.layouts import CHUNK
 from pallas_kernels.attention.pool import KV
 from pallas_kernels.step import Chunks, Decode
 
+_BLOCKS = 16
+
 
 def attention_chunks(
     q: Float[Array, "blocks 64 heads width"],
@@ -21,7 +23,7 @@ def attention_chunks(
     """softmax(scale · q kᵀ) v over the tokens up to each row's own; rows that are not there are zero.
 
     Query head h reads KV head h // (heads // kv_heads). Scores, softmax and sums are in float32, or float64
-    where the operands are. Blocks run one after another, so that memory is one block's scores.
+    where the operands are. Blocks run a few at a time, so that memory is their scores.
     """
     keys, values = _gather(kv, kv_pages, q.dtype)
 
@@ -32,7 +34,7 @@ def attention_chunks(
         positions = jnp.where((begin <= rows) & (rows < end), CHUNK * index + rows, -1)
         return _attend(q, keys[sequence], values[sequence], positions, scale)
 
-    return lax.map(of_block, (q, chunks.sequence, chunks.index, chunks.begin, chunks.end))
+    return lax.map(of_block, (q, chunks.sequence, chunks.index, chunks.begin, chunks.end), batch_size=_BLOCKS)
 
 
 def attention_decode(

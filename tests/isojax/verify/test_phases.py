@@ -12,7 +12,7 @@ from isojax.verify.trace import explain, rollout_trace, trainer_trace
 from qwen35_moe import Qwen35Moe
 from tests.qwen35_moe import tiny
 
-PLANS = (Plan("whole"), Plan("pieces of 63", budget=63, mates=1), Plan("decode after 60", prompts=60))
+PLANS = (Plan("whole"), Plan("pieces of 63", piece=63), Plan("decode after 60", prompts=60))
 LENGTHS = (63, 66, 150)
 PROMPT = 70
 

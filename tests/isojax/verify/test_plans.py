@@ -14,6 +14,7 @@ def test_a_plan_advances_every_sequence_by_all_its_tokens_within_its_budget(plan
     for step in plan.steps(LENGTHS):
         assert 0 < sum(step.values()) <= plan.budget
         assert len(step) <= plan.mates
+        assert max(step.values()) <= plan.piece
         for sequence, count in step.items():
             done[sequence] += count
     assert tuple(done) == LENGTHS
