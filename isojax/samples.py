@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int32
 
-from isojax.errors import SamplingError
+from isojax.errors import SamplingError, WeightsError
 
 
 @runtime_checkable
@@ -18,6 +18,7 @@ class Completion(Protocol):
     token_ids: Sequence[int]
     logprobs: Any
     finish_reason: str | None
+    weight_versions: Any
 
 
 @runtime_checkable
@@ -63,6 +64,7 @@ def read_samples(outputs: Sequence[Request]) -> Iterator[Sample]:
     Raises:
         SamplingError: If a sampled token has no finite log-probability, or a completion has no
             token: rewards and losses of such a batch would be about something else.
+        WeightsError: If a completion does not say which weights sampled each of its tokens.
     """
     for prompt, output in enumerate(outputs):
         for position, completion in enumerate(output.outputs):
@@ -78,7 +80,7 @@ def read_samples(outputs: Sequence[Request]) -> Iterator[Sample]:
                 prompt_tokens=np.array(output.prompt_token_ids, np.int32),
                 tokens=np.array(completion.token_ids, np.int32),
                 logprobs=_logprobs(completion, where),
-                versions=_versions(completion),
+                versions=_versions(completion, where),
                 cached=output.num_cached_tokens or 0,
             )
 
@@ -101,10 +103,15 @@ def _logprobs(completion: Completion, where: str) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def _versions(completion: Completion) -> np.ndarray:
-    """The version of every token, from vLLM's spans; 0 where the engine was never updated."""
-    versions = np.zeros(len(completion.token_ids), np.int32)
-    for span in getattr(completion, "weight_versions", None) or ():
-        name = str(span.version).removeprefix("v")
-        versions[span.start : span.end] = int(name) if name.isdigit() else 0
+def _versions(completion: Completion, where: str) -> np.ndarray:
+    """The version of every token, from vLLM's spans."""
+    versions = np.full(len(completion.token_ids), -1, np.int32)
+    spans = completion.weight_versions or ()
+    labels = [str(span.version) for span in spans]
+    for span, label in zip(spans, labels, strict=True):
+        number = label.removeprefix("v")
+        versions[span.start : span.end] = int(number) if number.isdigit() else -1
+    if (versions < 0).any():
+        found = f"weights labelled {', '.join(labels)}" if labels else "weights without a version"
+        raise WeightsError(f"{where} was sampled by {found}: generate with rollout_bridge.LLM")
     return versions

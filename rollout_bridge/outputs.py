@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from isojax.errors import SamplingError, WeightsError
+from isojax.errors import SamplingError
 from isojax.samples import Request, read_samples
 from isojax.sampling import Sampling
 
@@ -53,7 +53,6 @@ def tokens_and_logprobs(outputs: Sequence[Request]) -> dict[str, Any]:
         "truncated": np.array([outputs[s.prompt].outputs[s.sample].finish_reason == "length" for s in samples]),
     }
     for row, sample in enumerate(samples):
-        _check_versions(outputs[sample.prompt].outputs[sample.sample], outputs[sample.prompt].request_id)
         sampled = slice(len(sample.prompt_tokens), sample.length)
         batch["tokens"][row, : sample.length] = np.concatenate([sample.prompt_tokens, sample.tokens])
         batch["mask"][row, sampled] = True
@@ -67,11 +66,3 @@ def _sampling(output: Any) -> Sampling:
     if params is None:
         raise SamplingError(f"request {output.request_id} does not say how it was sampled: use rollout_bridge.LLM")
     return Sampling.of(params)
-
-
-def _check_versions(completion: Any, request: str) -> None:
-    spans = getattr(completion, "weight_versions", None) or []
-    labels = [str(span.version) for span in spans if not str(span.version).removeprefix("v").isdigit()]
-    if labels or sum(span.end - span.start for span in spans) != len(completion.token_ids):
-        found = f"weights labelled {', '.join(labels)}" if labels else "weights without a version"
-        raise WeightsError(f"request {request} was sampled by {found}: generate with rollout_bridge.LLM")

@@ -23,18 +23,6 @@ from tests.rollout_bridge.engines import (
 )
 
 
-@pytest.fixture(scope="module")
-def model():
-    return policy()
-
-
-@pytest.fixture(scope="module")
-def engine(model):
-    llm = start(model)
-    yield llm
-    llm.close()
-
-
 def test_the_engine_shares_the_policys_arrays(engine, model):
     worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     assert (

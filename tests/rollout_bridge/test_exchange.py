@@ -7,19 +7,7 @@ import pytest
 from isojax.errors import ContractError
 from pallas_kernels.binding import bind
 from qwen35_moe import Qwen35Moe
-from tests.rollout_bridge.engines import OPS, policy, start
-
-
-@pytest.fixture(scope="module")
-def model():
-    return policy()
-
-
-@pytest.fixture(scope="module")
-def engine(model):
-    llm = start(model)
-    yield llm
-    llm.close()
+from tests.rollout_bridge.engines import OPS, start
 
 
 def test_one_policy_agrees_with_itself(engine, model):

@@ -19,11 +19,6 @@ from tests.rollout_bridge.engines import (
 )
 
 
-@pytest.fixture(scope="module")
-def model():
-    return policy()
-
-
 def scores(outputs):
     return [(prompt_scores(o).tobytes(), sampled(o.outputs[0]).tobytes()) for o in outputs]
 

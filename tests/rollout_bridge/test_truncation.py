@@ -18,12 +18,10 @@ from tests.rollout_bridge.engines import (
     OPS,
     assert_same_samples,
     config,
-    policy,
     prompts,
     sample,
     sampled,
     sequence,
-    start,
 )
 
 KINDS = {
@@ -42,18 +40,6 @@ def params(kind: str):
 
 def batch_of(outputs):
     return pack(outputs, np.zeros((len(outputs), 2), np.float32), 1 << 20)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return policy()
-
-
-@pytest.fixture(scope="module")
-def engine(model):
-    llm = start(model)
-    yield llm
-    llm.close()
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,6 @@ from tests.rollout_bridge.engines import (
 )
 
 
-@pytest.fixture(scope="module")
-def policies():
-    return policy(0), policy(1)
-
-
 @pytest.fixture
 def engine(policies):
     llm = start(policies[0])

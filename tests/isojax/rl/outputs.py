@@ -5,14 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 
 
-def completion(tokens, logprobs, versions=(), index=0, finish_reason="stop"):
+def completion(tokens, logprobs, versions=None, index=0, finish_reason="stop"):
+    spans = [("0", 0, len(tokens))] if versions is None else versions
     return SimpleNamespace(
         index=index,
         finish_reason=finish_reason,
         text="",
         token_ids=list(tokens),
         logprobs=[{int(t): SimpleNamespace(logprob=float(v))} for t, v in zip(tokens, logprobs, strict=True)],
-        weight_versions=[SimpleNamespace(version=v, start=a, end=b) for v, a, b in versions] or None,
+        weight_versions=[SimpleNamespace(version=v, start=a, end=b) for v, a, b in spans] or None,
     )
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isojax.bits import assert_bit_equal
-from isojax.errors import SamplingError
+from isojax.errors import SamplingError, WeightsError
 from isojax.layouts import CHUNK
 from isojax.rl.packing import bucket, cut, pack
 from isojax.sampling import Sampling
@@ -83,10 +83,16 @@ def test_advantages_of_another_shape_are_refused():
 
 
 def test_versions_are_kept_for_each_token():
-    spans = [("default", 0, 1), ("v3", 1, 3)]
+    spans = [("0", 0, 1), ("v3", 1, 3)]
     batch = pack([request([1, 2], [completion([5, 6, 7], [-1, -1, -1], spans)])], np.ones((1, 1)), 64)
     assert batch.versions[batch.mask].tolist() == [0, 3, 3]
     assert set(batch.versions[~batch.mask]) == {-1}
+
+
+@pytest.mark.parametrize("spans", [[], [("default", 0, 2)], [("3", 0, 1)]], ids=["no version", "a label", "a gap"])
+def test_a_token_that_does_not_say_which_weights_drew_it_is_refused(spans):
+    with pytest.raises(WeightsError, match=r"prompt 0, sample 0 .* was sampled by weights"):
+        pack([request([1], [completion([5, 6], [-1, -1], spans)])], np.ones((1, 1)), 64)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
