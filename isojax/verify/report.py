@@ -41,8 +41,8 @@ class Row:
         place = ""
         if found.first is not None:
             pairs = zip(found.first.values, found.first.patterns, strict=True)
-            values = ", ".join(f"{value:.9g} ({pattern})" for value, pattern in pairs)
-            place = f"{found.first.leaf}{list(found.first.index)}: {values}"
+            both = ", ".join(f"{value:.9g} ({pattern})" for value, pattern in pairs)
+            place = f"{found.first.leaf}{list(found.first.index)}: {both}"
         return cls(name, path, found.compared, found.different, place, values)
 
     def __str__(self) -> str:
