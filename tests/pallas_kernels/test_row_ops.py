@@ -50,7 +50,7 @@ def test_a_row_keeps_its_bits_in_any_company_and_program(name, dtype):
     x, y = random(0, 256, 128, dtype=dtype), random(1, 256, 128, dtype=dtype)
     op = OPS[name]
     want = jax.jit(op)(x, y)
-    for rows in (1, 7, 33, 64, 65, 255):  # B002: 1, 255, 256 and 257 rows of a launch.
+    for rows in (1, 7, 33, 64, 65, 255):
         same(jax.jit(op)(x[:rows], y[:rows]), want[:rows])
     inside = jax.jit(lambda x, y: (op(x, y) * 2 + x, op(x, y)))(x, y)[1]
     same(inside, want)
@@ -75,6 +75,16 @@ def test_b022_a_zero_centred_scale_of_2_to_the_minus_9_shows():
     scale = jnp.full(32, 2.0**-9)
     product = jax.jit(rms_norm)(x.astype(jnp.float32), scale)
     assert np.abs(np.asarray(product) - (1 + 2.0**-9)).max() < 1e-6  # 1 + 2^-9 formed in bfloat16 is 1.
+
+
+def test_b022_the_effect_reaches_bfloat16_rows():
+    x, scale = random(0, 64, 128, dtype="bfloat16"), jnp.full(128, 2.0**-9)
+    got, plain = (np.asarray(jax.jit(rms_norm)(x, s), np.float64) for s in (scale, jnp.zeros(128)))
+    # 2^-9 is a quarter to a half of what bfloat16 tells apart: it moves so many of the elements, each up by one.
+    assert 0.2 < (got != plain).mean() < 0.55
+    assert (np.abs(got) >= np.abs(plain)).all()
+    formed_in_bfloat16 = jax.jit(rms_norm)(x, (1 + scale.astype(jnp.bfloat16)).astype(jnp.float32) - 1)
+    same(formed_in_bfloat16, jax.jit(rms_norm)(x, jnp.zeros(128)))  # As which the effect would be gone.
 
 
 def test_gradients_of_a_packed_batch_fold_the_gradients_of_its_sequences():

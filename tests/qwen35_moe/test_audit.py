@@ -102,6 +102,20 @@ def test_an_autocast_around_the_score_changes_the_dtypes():
     assert signature("bfloat16", ops.replace(logprob=autocast)) != golden("bfloat16").read_text()
 
 
+@pytest.mark.parametrize("program", ["score", "decode"])
+def test_b025_every_layer_turns_by_float32_tables_whatever_the_rest_is_computed_in(program):
+    ops, seen = bind("exact"), []
+
+    def asked(x, scale, cos, sin, **settings):
+        seen.append((x.dtype.name, cos.dtype.name, sin.dtype.name))
+        return ops.norm_rope(x, scale, cos, sin, **settings)
+
+    fn, args = getattr(Programs("experts", "bfloat16", ops.replace(norm_rope=asked)), program)()
+    jax.eval_shape(fn, *args)
+    assert len(seen) >= 2  # Queries and keys of the attention layer.
+    assert set(seen) == {("bfloat16", "float32", "float32")}
+
+
 # Concatenated state before a norm (jax#40588).
 
 
