@@ -128,6 +128,10 @@ class LLM(vllm.LLM):
         """SHA-256 over the fingerprints of all rollout weights (`rollout_bridge.weights`)."""
         return self._ask("weights_digest")
 
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprint of every weight as it lies on the device now, by name (`rollout_bridge.weights.digests`)."""
+        return self._ask("compute_weight_checksums")
+
     def get_default_sampling_params(self) -> SamplingParams:
         raise SamplingError("sampling_params is required: pass SamplingParams(max_tokens=…, temperature=…)")
 

@@ -3,8 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float
 from vllm import RequestOutput, SamplingParams
 
+from isojax.samples import Sample
+from isojax.sampling import Sampling
+from rollout_bridge.diagnosis import diagnose
 from rollout_bridge.llm import LLM
 
 
@@ -41,6 +46,10 @@ class Rollouts:
     def update_weights(self, model: Any) -> None:
         """Exchanges all weights, or raises and keeps the old ones."""
         self.llm.update_weights(model)
+
+    def diagnose(self, model: Any, sample: Sample, trainer: Float[np.ndarray, " sampled"], sampling: Sampling) -> str:
+        """What of the engine made a sample's log-probabilities differ (`rollout_bridge.diagnosis`)."""
+        return diagnose(self.llm, model, sample, trainer, sampling)
 
     def close(self) -> None:
         """Frees the engine's memory."""

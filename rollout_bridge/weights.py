@@ -162,7 +162,7 @@ class Weights:
         """
         if expected_digests is not None and dict(expected_digests) != (found := digests(params)):
             wrong = sorted(n for n in found.keys() | expected_digests if found.get(n) != expected_digests.get(n))
-            raise WeightsError(f"weights changed on their way, version stays {self.version}: {_listed(wrong)}")
+            raise WeightsError(f"weights changed on their way, version stays {self.version}: {listed(wrong)}")
         global _updates
         self._commit(self._checked(params))
         _updates += 1
@@ -183,7 +183,7 @@ class Weights:
             raise WeightsError("update_weights came without start_weight_update: start one first")
         flat = flatten(params)
         if twice := flat.keys() & self._staged:
-            raise WeightsError(f"tensors came twice in one weight update: {_listed(sorted(twice))}")
+            raise WeightsError(f"tensors came twice in one weight update: {listed(sorted(twice))}")
         self._staged |= flat
 
     def finish(self) -> int:
@@ -225,7 +225,7 @@ class Weights:
             elif value.dtype not in (np.dtype(np.float32), expected.dtype):
                 problems.append(f"{name} is {value.dtype}, expected float32 or {expected.dtype}")
         if problems:
-            raise WeightsError(f"weights refused, version stays {self.version}: {_listed(problems)}")
+            raise WeightsError(f"weights refused, version stays {self.version}: {listed(problems)}")
         arrays = {name: jnp.asarray(value) for name, value in flat.items()}
         # Vectors, and in float32 everything, stay the arrays that they are: shared, not copied.
         return unflatten(arrays | self._rounded(arrays))
@@ -246,5 +246,6 @@ def _rounding(config: Config, ops: Ops) -> Callable[[dict[str, Any]], dict[str, 
     return rounded
 
 
-def _listed(items: list[str], most: int = 12) -> str:
+def listed(items: list[str], most: int = 12) -> str:
+    """Names for a message; how many more there are, if there are many."""
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

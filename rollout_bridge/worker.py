@@ -16,7 +16,7 @@ from rollout_bridge import cache, memory, sampling, served
 from rollout_bridge.batch import Buckets
 from rollout_bridge.programs import Programs
 from rollout_bridge.runner import Runner
-from rollout_bridge.weights import Weights
+from rollout_bridge.weights import Weights, digests
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -212,7 +212,8 @@ class JaxWorker(WorkerBase):
         return self.weights.digests
 
     def compute_weight_checksums(self) -> dict[str, str]:
-        return self.weights.digests
+        """Fingerprints of the weights as they lie on the device now, whatever their update said."""
+        return digests(self.weights.params)
 
     # What vLLM may ask of any worker
 
