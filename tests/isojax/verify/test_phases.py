@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 
@@ -6,11 +8,12 @@ from isojax.models import from_pretrained
 from isojax.rl.parity import Mismatch
 from isojax.samples import Sample
 from isojax.sampling import Sampling
-from isojax.verify.direct import draw, forward_rows
+from isojax.verify.direct import draw, forward_rows, gradient_rows
 from isojax.verify.phases import Plan
 from isojax.verify.trace import explain, rollout_trace, trainer_trace
 from qwen35_moe import Qwen35Moe
 from tests.qwen35_moe import tiny
+from tests.rollout_bridge import engines
 
 PLANS = (Plan("whole"), Plan("pieces of 63", piece=63), Plan("decode after 60", prompts=60))
 LENGTHS = (63, 66, 150)
@@ -50,6 +53,13 @@ def test_every_phase_has_the_trainers_bits(model):
 def test_native_phases_differ(checkpoint):
     rows = list(forward_rows(from_pretrained(checkpoint, numerics="native"), LENGTHS, PLANS[2:]))
     assert sum(row.different for row in rows) > 0
+
+
+def test_the_gradient_of_every_weight_is_the_same_for_micro_batches_of_one_and_of_eight():
+    forward, gradient, again = itertools.islice(gradient_rows(engines.policy(compute_dtype="bfloat16")), 3)
+    assert gradient.name == "gradient, micro-batches of 1"
+    assert gradient.compared > 100_000
+    assert (forward.different, gradient.different, again.different) == (0, 0, 0), str(gradient)
 
 
 def test_two_traces_of_one_phase_agree_in_every_op(model, tokens, trainer):
