@@ -156,7 +156,8 @@ def export(
         raise ConfigError(f"--dtype is {dtype!r}: use file, bfloat16 or float32")
     report = run(checkpoint, out, dtype)
     write_json(json, report)
-    closing(f"exported {report['parameters']:,} parameters of step {report['step']} to {out}")
+    bits = "every bit" if report["exported_digest"] == report["weights_digest"] else "rounded to the files' dtypes"
+    closing(f"exported {report['parameters']:,} parameters of step {report['step']} to {out}: {bits}")
 
 
 @contracts.command()

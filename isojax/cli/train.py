@@ -1,5 +1,6 @@
 """`isojax train` and the demo: a `Trainer` with vLLM's engine, progress for people, the closing line."""
 
+import contextlib
 import dataclasses
 import json as jsonlib
 import os
@@ -50,17 +51,26 @@ def run(config: Config, *, resume: bool = False):
     from isojax.rl.trainer import Summary, Trainer
     from isojax.verify.trace import explain
 
+    def explained(model, mismatch):
+        from rollout_bridge.rollouts import Rollouts
+
+        found, (sample, _) = explain(model, mismatch), mismatch.first
+        if found.difference is not None or not isinstance(trainer.engine, Rollouts):
+            return str(found)
+        return f"{found}\n  {trainer.engine.diagnose(model, sample, mismatch.trainer[0], mismatch.sampling)}"
+
     start = time.perf_counter()
     for line in plan(config):
         note(line)
-    trainer = Trainer(config, connect, resume=resume, explain=lambda model, mismatch: str(explain(model, mismatch)))
+    trainer = Trainer(config, connect, resume=resume, explain=explained)
     note(f"engine ready after {time.perf_counter() - start:.0f} s")
-    for row in trainer.run():
-        note(
-            f"step {row['step']:>4}/{config.train.steps}  reward {row['reward_mean']:.3f}"
-            f"  {row['logprobs_compared']:,} compared, {row['logprobs_different']:,} different"
-            f"  entropy {row['entropy']:.3f}  {sum(row['seconds'].values()):.1f} s"
-        )
+    with contextlib.closing(trainer.engine):
+        for row in trainer.run():
+            note(
+                f"step {row['step']:>4}/{config.train.steps}  reward {row['reward_mean']:.3f}"
+                f"  {row['logprobs_compared']:,} compared, {row['logprobs_different']:,} different"
+                f"  entropy {row['entropy']:.3f}  {sum(row['seconds'].values()):.1f} s"
+            )
     directory = config.run.directory
     summary = Summary.of(read_metrics(directory))
     contrast = _contrast(config) if config.run.contrast else None

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from isojax.errors import CheckpointError
@@ -46,10 +48,16 @@ class Checkpoints:
             saved = self._manager.restore(step, args=arguments)
         except (KeyError, ValueError, FileNotFoundError) as error:
             raise CheckpointError(f"{self._manager.directory}/step_{step} is not of this run: {error}") from error
-        return saved["state"], saved["notes"]
+        return jax.tree.map(_placed, state, saved["state"]), saved["notes"]
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _placed(like: Any, saved: Any) -> Any:
+    """`saved` bound to a device only where `like` is: the run goes on with the programs that it had compiled."""
+    bound = not isinstance(like, jax.Array) or like.committed
+    return saved if bound else jnp.asarray(np.asarray(saved))
 
 
 def load_params(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -73,9 +73,9 @@ def write_report(directory: Path, title: str, closing: str, contrast: Mapping[st
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `metrics.jsonl`, in step order."""
-    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    """The rows of a run's `metrics.jsonl`, in step order; a last line that a crash cut off is none."""
+    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def line_chart(series: Mapping[str, tuple[Sequence[int | float], Sequence[int | float]]]) -> str:

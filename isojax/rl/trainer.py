@@ -139,7 +139,8 @@ class Trainer:
             try:
                 parity = self._check(batch, scores)
             except MismatchError:
-                self._save()  # The weights that differed, for `isojax diff`.
+                if self._checkpoints.latest != self.step:
+                    self._save()  # The weights that differed, for `isojax diff`.
                 raise
             self._positions.add(parity)
         with _timed(seconds, "train"):
@@ -155,7 +156,6 @@ class Trainer:
             "reward_mean": float(rewards.mean()),
             "logprobs_compared": parity.compared,
             "logprobs_different": parity.different,
-            "logprobs_off_policy": parity.off_policy,
             "ratio_max_abs_minus_1": parity.ratio_max_abs_minus_1,
             "kl": parity.kl,
             "entropy": float(scores.entropy[batch.mask].mean(dtype=np.float64)),
@@ -215,7 +215,9 @@ class Trainer:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / "metrics.jsonl"
         rows = [row for row in read_metrics(self.directory) if row["step"] <= self.step] if path.exists() else []
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        whole = path.with_suffix(".partial")  # Renamed, so that a crash loses no row.
+        whole.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        whole.replace(path)
 
 
 def rollout(engine: Engine, task: Task, config: Config, step: int) -> tuple[Batch, np.ndarray]:

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from isojax import cli
 from isojax.cli.app import parallelism
 from isojax.cli.train import DEMO
 from isojax.errors import ConfigError
@@ -18,22 +17,6 @@ size = 20
 [sampling]
 max_tokens = 8
 """
-
-
-@pytest.fixture
-def isojax(monkeypatch, capsys):
-    """Runs the command: exit code, stdout, stderr."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["isojax", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = stopped.code or 0
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_help_names_every_command_and_shows_defaults(isojax):
