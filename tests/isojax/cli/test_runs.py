@@ -15,8 +15,9 @@ from isojax.models import from_pretrained
 from isojax.rl.checkpoint import load_params
 from isojax.rl.parity import Mismatch
 from isojax.verify import trace
-from pallas_kernels import attention, binding
+from pallas_kernels.attention import kernel
 from qwen35_moe import identity
+from rollout_bridge.programs import Programs
 from rollout_bridge.rollouts import Rollouts
 from tests.qwen35_moe import tiny
 
@@ -328,16 +329,23 @@ def test_other_numerics_are_named_with_the_first_op_that_they_part(isojax, whole
     assert re.match(r"from them, first differing op: \w+, layer 0, token \d+ \(\d+ of \d+ elements\)$", op)
 
 
+@pytest.fixture
+def forgetful(monkeypatch):
+    """Attention that in decode forgets the newest token, in programs that engines make from now on."""
+    right = kernel.attention_decode
+
+    def forgets(q, kv, kv_pages, decode, *settings):
+        return right(q, kv, kv_pages, dataclasses.replace(decode, position=decode.position - 1), *settings)
+
+    monkeypatch.setattr(kernel, "attention_decode", forgets)
+    Programs.shared.cache_clear()
+    yield
+    Programs.shared.cache_clear()
+
+
+@pytest.mark.usefixtures("forgetful")
 def test_a_mismatch_stops_the_run_and_its_file_names_op_layer_and_token(isojax, train, whole, monkeypatch, tmp_path):
-    """An attention that in decode forgets the newest token, bound like the right one: both sides agree to run it."""
-    right = attention.attention_decode
-
-    def forgetful(q, kv, kv_pages, decode, **numerics):
-        return right(q, kv, kv_pages, dataclasses.replace(decode, position=decode.position - 1), **numerics)
-
     directory = copied(whole, "mismatch", checkpoints=1, rows=1)
-    monkeypatch.setattr(attention, "attention_decode", forgetful)
-    monkeypatch.setattr(binding, "_BOUND", {})
     with monkeypatch.context() as patch:  # As if no op explained it: then the engine is asked.
         patch.setattr(trace, "explain", lambda model, mismatch: trace.Explanation(None, (False, True), 0, 0))
         run = train("mismatch", "--resume")
