@@ -1,5 +1,6 @@
 """Policies from checkpoints."""
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,7 @@ from isojax.contract import load
 from isojax.errors import CheckpointError
 from pallas_kernels.binding import bind
 from qwen35_moe import Config, Qwen35Moe
-from qwen35_moe.checkpoint import load_params
+from qwen35_moe.checkpoint import load_params, tokenizer_size
 
 
 def from_pretrained(
@@ -23,13 +24,14 @@ def from_pretrained(
 
     Raises:
         CheckpointError: If there is no such folder.
-        ConfigError: If its config is not of a model that isojax runs.
+        ConfigError: If its config is not of a model that isojax runs, or its tokenizer has more words than the model.
         WeightsError: If its tensors are not those of the config; names them all.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json: name a Hugging Face folder")
     config = Config.from_hf(folder, compute_dtype=dtype)
+    config = dataclasses.replace(config, tokenizer_size=tokenizer_size(folder))
     params, _ = load_params(folder, config)
     model = Qwen35Moe(config, params, bind(load(numerics)))
     model.folder = str(folder)  # Where its tokenizer is.

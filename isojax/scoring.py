@@ -93,22 +93,28 @@ def score_rows(
 
 def score_hidden(params: Any, hidden, targets, config: Config, ops: Ops, sampling: Sampling, segments=None):
     """The last step of `score_rows`, from hidden rows of any phase."""
-    return score_logits(logits(params, hidden, config, ops, segments=segments), targets, ops, sampling)
+    scores = logits(params, hidden, config, ops, segments=segments)
+    return score_logits(scores, targets, ops, sampling, config.num_words)
 
 
 def score_logits(
-    scores: Float32[Array, "rows vocab"], targets: Int32[Array, " rows"], ops: Ops, sampling: Sampling
+    scores: Float32[Array, "rows vocab"],
+    targets: Int32[Array, " rows"],
+    ops: Ops,
+    sampling: Sampling,
+    vocab: int | None = None,
 ) -> tuple[Float32[Array, " rows"], Float32[Array, " rows"]]:
     """Log-probability and entropy in the distribution of `sampling`: of a target that it leaves out, −∞.
 
-    Which words are left out is computed as the engine computed it, row by row. Gradients take it as given.
+    Which words are left out is computed as the engine computed it, row by row. Gradients take it as given. Only the
+    first `vocab` columns are words (`Config.num_words`), by default all.
     """
     keep = None
     if sampling.truncated:
         kinds = {"temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32}
         settings = {name: jnp.full(len(scores), getattr(sampling, name), kind) for name, kind in kinds.items()}
-        keep = ops.truncation_mask(scores, **settings)
-    return ops.logprob(scores, targets, temperature=sampling.temperature, keep=keep)
+        keep = ops.truncation_mask(scores, **settings, vocab=vocab)
+    return ops.logprob(scores, targets, temperature=sampling.temperature, vocab=vocab, keep=keep)
 
 
 @jax.custom_vjp

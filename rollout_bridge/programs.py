@@ -70,7 +70,6 @@ class Programs:
         layout: Where layers lie.
         num_slots: Requests that can run at once.
         max_len: Longest sequence.
-        vocab: Words that can be drawn; logits past them are padding.
         engine_seed: What tokens of requests without a seed are drawn from.
     """
 
@@ -79,7 +78,6 @@ class Programs:
     layout: Layout
     num_slots: int
     max_len: int
-    vocab: int
     engine_seed: int = 0
 
     @classmethod
@@ -189,7 +187,7 @@ class Programs:
                     top_k=controls.top_k,
                     top_p=controls.top_p,
                     min_p=controls.min_p,
-                    vocab=self.vocab,
+                    vocab=self.config.num_words,
                 )
             keys = sample_key(
                 self.engine_seed,
@@ -200,7 +198,7 @@ class Programs:
                 user_seed=controls.seed,
                 has_user_seed=controls.seeded,
             )
-            drawn = draw(logits, keys, controls.temperature, keep, vocab=self.vocab)
+            drawn = draw(logits, keys, controls.temperature, keep, vocab=self.config.num_words)
             scores = self._scored(logits, drawn, temperature, keep, most_likely)
             slot = jnp.where(controls.samples, controls.slot, self.num_slots)
             tokens = state.tokens.at[slot, controls.position].set(drawn, mode="drop")
@@ -240,8 +238,8 @@ class Programs:
         return qwen35_moe.logits(qwen35_moe.tie(params, self.config, self.ops), hidden, self.config, self.ops)
 
     def _scored(self, logits, tokens, temperature, keep, most_likely: int) -> Scores:
-        settings = {"temperature": temperature, "vocab": self.vocab, "keep": keep}
-        live = jnp.arange(logits.shape[1]) < self.vocab
+        settings = {"temperature": temperature, "vocab": self.config.num_words, "keep": keep}
+        live = jnp.arange(logits.shape[1]) < self.config.num_words
         live = live if keep is None else live & keep
         order = jnp.where(live, ordered(logits), jnp.iinfo(jnp.int32).min)
         ranks = jnp.sum(order >= jnp.take_along_axis(order, tokens[:, None], axis=1), axis=1, dtype=jnp.int32)
@@ -249,7 +247,7 @@ class Programs:
             logprobs, _ = self.ops.logprob(logits, tokens, **settings)
             return Scores(tokens[:, None], logprobs[:, None], ranks)
         logprobs = self.ops.logprobs_all(logits, **settings)  # Each with the bits of `logprob`.
-        words, values, _ = top_logprobs(logprobs, tokens, min(most_likely, self.vocab))
+        words, values, _ = top_logprobs(logprobs, tokens, min(most_likely, self.config.num_words))
         return Scores(words, values, ranks)
 
     def write_tokens(self, state: State, slot: int, tokens: np.ndarray) -> State:

@@ -175,7 +175,7 @@ class Runner:
             self.weights.params,
             self.device,
             controls,
-            sampling.edits(requests, counts, size, self.programs.vocab),
+            sampling.edits(requests, counts, size, self.programs.config.vocab_size),
             filtered=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in (r.sampling for r in requests)),
             most_likely=sampling.MOST_LIKELY if most else 0,
         )

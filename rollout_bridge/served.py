@@ -15,7 +15,7 @@ import safetensors.numpy
 from isojax.contract import load
 from isojax.errors import ConfigError
 from pallas_kernels.binding import Ops, bind
-from qwen35_moe.checkpoint import load_params
+from qwen35_moe.checkpoint import load_params, tokenizer_size
 from qwen35_moe.config import Config
 from qwen35_moe.model import rollout_params
 from rollout_bridge import cache, weights
@@ -35,19 +35,17 @@ class Served:
         config: Its sizes.
         ops: The bound ops.
         params: Its parameters, float32.
-        vocab: Words that can be drawn.
     """
 
     config: Config
     ops: Ops
     params: Mapping[str, Any]
-    vocab: int
 
 
 def offer(model: Any) -> str:
     """Keeps a model of this process for an engine that is about to start here; returns what `of` knows it by."""
     token = f"model {next(_numbers)}"
-    _OFFERED[token] = Served(model.config, model.ops, model.params(), model.config.vocab_size)
+    _OFFERED[token] = Served(model.config, model.ops, model.params())
     return token
 
 
@@ -93,9 +91,9 @@ def read_written(path: Path) -> dict[str, Any]:
 
 
 def _from_checkpoint(folder: Path, config: "VllmConfig", numerics: str) -> Served:
-    sizes = cache.config_of(config.model_config)
+    sizes = dataclasses.replace(cache.config_of(config.model_config), tokenizer_size=tokenizer_size(folder))
     ops = bind(load(numerics))
     # The checkpoint is read and rounded on the host: the device never holds its float32 form.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = jax.jit(lambda p: rollout_params(p, sizes, ops))(read_checkpoint(folder, sizes))
-    return Served(sizes, ops, jax.device_put(params, jax.local_devices()[0]), sizes.vocab_size)
+    return Served(sizes, ops, jax.device_put(params, jax.local_devices()[0]))

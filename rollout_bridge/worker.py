@@ -104,7 +104,6 @@ class JaxWorker(WorkerBase):
             layout,
             num_slots=self.scheduler_config.max_num_seqs,
             max_len=self.model_config.max_model_len,
-            vocab=self.model.vocab,
             engine_seed=self.model_config.seed,
         )
 

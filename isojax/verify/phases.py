@@ -46,9 +46,7 @@ class Phases:
         )
         own = 1 + np.arange(sequences * _GROUPS * pages, dtype=np.int32).reshape(_GROUPS, sequences, pages)
         self._tables = Tables(own[0], list(own[1:]), layout.num_blocks)
-        self._programs = Programs(
-            config, self.ops, layout, num_slots=sequences, max_len=max_len, vocab=config.vocab_size
-        )
+        self._programs = Programs(config, self.ops, layout, num_slots=sequences, max_len=max_len)
         # Few shapes: what does not fit in one program runs as several.
         self._buckets = Buckets(decode=tuple(sorted({8, round_up(sequences, 8)})), chunks=(4, 16))
         self._params = rollout_params(model.params(), config, model.ops)

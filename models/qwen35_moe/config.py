@@ -59,6 +59,11 @@ _RULES = (
         "expected to rotate an even number of dimensions of a head",
     ),
     (("num_experts_per_tok", "num_experts"), lambda top_k, experts: top_k <= experts, "expected at most all experts"),
+    (
+        ("tokenizer_size", "vocab_size"),
+        lambda words, rows: words is None or 0 < words <= rows,
+        "expected a row of the output head for every word of the tokenizer",
+    ),
     (("rope_theta",), lambda theta: theta > 1, "expected more than 1"),
     (("rms_norm_eps",), lambda eps: eps > 0, "expected a positive number"),
     (("tie_word_embeddings",), lambda tied: isinstance(tied, bool), "expected true or false"),
@@ -74,6 +79,7 @@ class Config:
         num_experts: Routed experts of a layer; 0 in a dense model, as the other sizes of experts.
         intermediate_size: Width of the dense MLP; 0 in a model with experts.
         compute_dtype: What matrices are cast to and activations are kept in; parameters stay float32.
+        tokenizer_size: Ids below it are words; rows of the output head from there on are padding. None: all are words.
         source: The JSON text of the `config.json` it was read from; carried through on export, not compared.
 
     Raises:
@@ -100,6 +106,7 @@ class Config:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     compute_dtype: ComputeDtype = "bfloat16"
+    tokenizer_size: int | None = None
     source: str = dataclasses.field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +120,11 @@ class Config:
     def is_multimodal(self) -> bool:
         """Whether it was read from a multimodal config, whose text tensors begin with `model.language_model.`."""
         return bool(self.source) and json.loads(self.source)["model_type"] in _WRAPPERS
+
+    @property
+    def num_words(self) -> int:
+        """Ids that can be drawn: what log-probabilities, entropies and samples are of."""
+        return self.tokenizer_size or self.vocab_size
 
     @property
     def periods(self) -> int:

@@ -1,6 +1,7 @@
 """Padding of a batch is no token: it drives neither scores nor states (maxtext#5295)."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -30,3 +31,11 @@ def test_b067_a_prompt_keeps_its_bits_behind_0_1_63_and_64_pads(model):
     for row, pad in enumerate(PADS):
         np.testing.assert_array_equal(bits(scores[row, pad:]), bits(scores[0, : WIDTH - pad]))
         assert not bits(scores[row, :pad]).any()
+
+
+def test_b091_words_are_counted_from_the_checkpoints_tokenizer(model):
+    assert (model.config.num_words, model.config.vocab_size) == (259, 512)
+    tokens = jnp.asarray([[1, 2, 258, 259]], jnp.int32)
+    scores = np.asarray(logprobs(model, tokens))[0]
+    assert np.isfinite(scores[:3]).all()
+    assert scores[3] == -np.inf  # Past the tokenizer.

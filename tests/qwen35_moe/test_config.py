@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -154,3 +155,10 @@ def test_other_models_are_refused_by_name():
         Config.from_hf({"model_type": "qwen3_5_moe"})
     with pytest.raises(ConfigError, match="num_hidden_layers=7"):
         Config(**{**vars(tiny.config()), "num_hidden_layers": 7})
+
+
+def test_b091_words_are_those_of_the_tokenizer_and_have_a_row_each():
+    assert tiny.config().num_words == 512
+    assert dataclasses.replace(tiny.config(), tokenizer_size=500).num_words == 500
+    with pytest.raises(ConfigError, match="tokenizer_size=513, vocab_size=512: expected a row"):
+        dataclasses.replace(tiny.config(), tokenizer_size=513)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.rollout_bridge.engines import policy, start
+from tests.rollout_bridge.engines import WORDS, policy, start
 
 
 @pytest.fixture(scope="module")
 def model():
-    return policy()
+    return policy(tokenizer_size=WORDS)
 
 
 @pytest.fixture(scope="module")

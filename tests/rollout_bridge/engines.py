@@ -20,6 +20,9 @@ from tests.bits import bits
 PAGE = 64
 """Tokens of a page of the small model."""
 
+WORDS = 300
+"""Ids of words; the small model has 320 rows in its head."""
+
 MAX_LEN = 512
 NUM_BLOCKS = 49  # One is vLLM's null block; a request of 300 tokens holds 5 pages and 3 or more states.
 
@@ -56,7 +59,7 @@ def start(model: Qwen35Moe, **options: Any):
 def prompts(*lengths: int, seed: int = 0) -> list[dict[str, list[int]]]:
     """Random prompts; other seeds share no prefix."""
     rng = np.random.default_rng(seed)
-    return [{"prompt_token_ids": rng.integers(0, 320, length).tolist()} for length in lengths]
+    return [{"prompt_token_ids": rng.integers(0, WORDS, length).tolist()} for length in lengths]
 
 
 def sample(**options: Any):
@@ -110,7 +113,8 @@ def _trainer(sizes: Config):
         params = tie(params, sizes, OPS)
         hidden, _, _ = forward(params, Step(tokens, None, chunks), sizes, OPS)
         temperatures = jnp.full(len(tokens), temperature)
-        return OPS.logprob(logits(params, hidden, sizes, OPS), targets, temperature=temperatures)[0]
+        scores = logits(params, hidden, sizes, OPS)
+        return OPS.logprob(scores, targets, temperature=temperatures, vocab=sizes.num_words)[0]
 
     return score
 

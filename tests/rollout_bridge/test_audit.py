@@ -24,7 +24,7 @@ EDITS = Edits(np.zeros((8, 16), np.int32), np.zeros((8, 16), np.float32), np.zer
 def engine(ops: Ops = OPS, kind: type[Programs] = Programs) -> Programs:
     page = page_tokens(CONFIG)
     layout = Layout(9, page, page, 0, (1, 2, 3), Placement.by_period(CONFIG))
-    return kind(CONFIG, ops, layout, num_slots=4, max_len=128, vocab=CONFIG.vocab_size)
+    return kind(CONFIG, ops, layout, num_slots=4, max_len=128)
 
 
 def served():
