@@ -34,7 +34,7 @@ def test_b067_a_prompt_keeps_its_bits_behind_0_1_63_and_64_pads(model):
 
 
 def test_b091_words_are_counted_from_the_checkpoints_tokenizer(model):
-    assert (model.config.num_words, model.config.vocab_size) == (259, 512)
+    assert (model.config.num_words, model.config.vocab_size) == (259, 320)
     tokens = jnp.asarray([[1, 2, 258, 259]], jnp.int32)
     scores = np.asarray(logprobs(model, tokens))[0]
     assert np.isfinite(scores[:3]).all()
