@@ -1,9 +1,9 @@
 """python examples/grpo.py CHECKPOINT data.jsonl"""
 
 import json
-import sys
 
 import numpy as np
+import typer
 from flax import nnx
 from vllm import SamplingParams
 
@@ -38,4 +38,4 @@ def main(checkpoint: str, data: str, steps: int = 100, prompts: int = 32, max_to
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

@@ -50,6 +50,9 @@ TASK = TaskSource(
     size=20_000,
 )
 
+BARE = "{{ messages[-1]['content'] }}"
+"""Its chat template: it was taught questions without turns around them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
@@ -143,9 +146,10 @@ def main(out: str) -> None:
     """Writes the warmed-up policy to `out`, replacing what is there."""
     steps = sum(lesson.steps for lesson in LESSONS)
     model = warm_up(progress=lambda step, loss: print(f"{step}/{steps} loss {loss:.4f}", file=sys.stderr))
-    folder = Path(out)
+    folder, tokenizer = Path(out), byte_tokenizer()
+    tokenizer.chat_template = BARE
     shutil.rmtree(folder, ignore_errors=True)
-    export(folder, model.params(), model.config, tokenizer=byte_tokenizer(), dtype="float32")
+    export(folder, model.params(), model.config, tokenizer=tokenizer, dtype="float32")
     print(f"wrote {folder}")
 
 
