@@ -66,7 +66,7 @@ def rescored(outputs, model):
         hidden = hidden_of(model.params(), rows.tokens, rows.chunks)
         last = jax.jit(score_hidden, static_argnames=("config", "ops", "sampling"))
         sampling = sampling or batch.sampling
-        scores, _ = last(model.params(), hidden, rows.targets, config=config(), ops=ops, sampling=sampling)
+        scores, _ = last(model.params(), hidden, rows.targets, config=model.config, ops=ops, sampling=sampling)
         return batch, np.asarray(scores)[: len(batch.tokens)]
 
     return rescored
