@@ -36,7 +36,7 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.locked $(WHEEL)
 	@touch $@
 
 demo: env ## a small model trained by vLLM rollouts, every log-probability compared
-	$(BIN)/isojax demo
+	JAX_COMPILATION_CACHE_DIR=.cache/jax $(BIN)/isojax demo
 
 check: env ## style, types and the direction of imports
 	$(BIN)/ruff check
@@ -45,10 +45,10 @@ check: env ## style, types and the direction of imports
 	$(BIN)/lint-imports
 
 test: check ## check, then every test that this machine can run
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 warmup: env ## the demo's small policy, made from a seed and taught its task: checkpoints/arithmetic, the same bytes each time
-	$(BIN)/python -m isojax.rl.warmup checkpoints/arithmetic
+	JAX_COMPILATION_CACHE_DIR=.cache/jax $(BIN)/python -m isojax.rl.warmup checkpoints/arithmetic
 
 clean: ## removes all that make made, the environment and its caches included
 	rm -rf $(VENV) .cache/jax .cache/wheels .pytest_cache .ruff_cache .import_linter_cache build dist
