@@ -5,6 +5,7 @@ The environment is set before anything imports JAX.
 
 import glob
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ for _name, _value in {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -39,14 +41,20 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Files that start engines take minutes each: first, so that all workers end at about the same time.
-    items.sort(key=lambda item: not (item.get_closest_marker("slow") or "/rollout_bridge/" in item.nodeid))
     if _HAS_GPU:
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _absl_leaves_pytests_streams_open() -> None:
+    """Where vLLM sets logging up anew, absl closes its stream unless that is a standard one: not pytest's."""
+    from absl import logging
+
+    logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,6 @@ import sys
 from unittest import mock
 
 import pytest
-from absl import logging as absl_logging
 
 from isojax import cli
 
@@ -12,8 +11,6 @@ from isojax import cli
 @pytest.fixture(scope="session")
 def isojax():
     """Runs the command: exit code, stdout, stderr."""
-    # Where vLLM sets logging up anew, absl closes its stream unless that is a standard one: not pytest's.
-    absl_logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
     def run(*args):
         out, err, code = io.StringIO(), io.StringIO(), 0
