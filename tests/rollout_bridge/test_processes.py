@@ -17,6 +17,7 @@ import pytest
 
 import isojax
 from isojax.models import from_pretrained
+from isojax.rl.tokenizer import byte_tokenizer
 from qwen35_moe import rollout_params
 from qwen35_moe.checkpoint import export
 from rollout_bridge import LLM
@@ -132,7 +133,7 @@ def test_the_server_chats(server):
 def test_weights_come_over_http_and_old_prefixes_are_forgotten(server, model, checkpoint):
     # vLLM's protocol; nobody resets the prefix cache (B101).
     params = model.params() | {"norm": model.params()["norm"] + np.float32(0.25)}
-    export(checkpoint.parent / "moved", params, model.config)
+    export(checkpoint.parent / "moved", params, model.config, tokenizer=byte_tokenizer())  # The same words.
     moved = from_pretrained(checkpoint.parent / "moved")  # The file rounds.
     ids = [token % 250 for token in prompts(150, seed=62)[0]["prompt_token_ids"]]
     options = {"max_tokens": 5, "temperature": 0.8, "logprobs": 0, "seed": 3, "return_token_ids": True}
