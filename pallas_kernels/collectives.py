@@ -28,11 +28,13 @@ from pallas_kernels.tree_sum import tree_sum
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """May change the speed of an exchange, never its bits."""
+    """May change the speed of an exchange, never its bits.
 
-    one_shot: int = (
-        1 << 21
-    )  # Most elements that every rank gets from all; larger sums are added in pieces, then gathered.
+    Attributes:
+        one_shot: Most elements that every rank gets from all; larger sums are added in pieces, then gathered.
+    """
+
+    one_shot: int = 1 << 21
 
 
 def psum[T: PyTree](x: T, axis_name: AxisName, *, schedule: Schedule = Schedule()) -> T:
