@@ -6,6 +6,7 @@ The environment is set before anything imports JAX.
 import glob
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def _absl_leaves_pytests_streams_open() -> None:
     from absl import logging
 
     logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_leave_with_their_file() -> Iterator[None]:
+    """Programs register unwind tables with libgcc, which sorts them at the next C++ exception in time that grows with
+    the square of their number: with the programs of the whole suite one exception looked like a hang."""
+    yield
+    import jax
+
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session", autouse=True)

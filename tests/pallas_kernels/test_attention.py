@@ -1,92 +1,26 @@
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from isojax.layouts import round_up
-from pallas_kernels.attention import Numerics, Schedule, attention_chunks, attention_decode, reference, stock
-from pallas_kernels.step import Chunks, Decode
+from pallas_kernels.attention import Numerics, Schedule, attention_chunks, kernel, reference, stock
+from pallas_kernels.step import Decode
 from tests.bits import assert_bit_equal, bits, differing
+from tests.pallas_kernels.attention_cases import (
+    NUMERICS,
+    Sequence,
+    in_float64,
+    pack,
+    pool,
+    rows_there,
+    run,
+    run_decode,
+    sequence,
+    whole,
+)
 
-NUMERICS = Numerics(kv_split=128)  # Two chunks a split, so that short sequences cross its border.
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Sequence:
-    """Rows of one sequence: q `[tokens, heads, width]`, kv `[tokens, 2, kv_heads, width]`."""
-
-    q: np.ndarray
-    kv: np.ndarray
-
-    def until(self, end: int) -> "Sequence":
-        return Sequence(self.q[:end], self.kv[:end])
-
-
-def sequence(seed: int, tokens: int, heads=4, kv_heads=2, width=16, dtype="float32") -> Sequence:
-    rng = np.random.default_rng(seed)
-    shapes = (tokens, heads, width), (tokens, 2, kv_heads, width)
-    return Sequence(*(np.asarray(rng.standard_normal(s), jnp.dtype(dtype)) for s in shapes))
-
-
-def pool(sequences, *, page_tokens=64, dead=np.nan, seed=0, pages=None):
-    """The sequences in shuffled pages, `dead` wherever nothing lives; spare entries of the table name a dead page."""
-    slots = 6  # One shape for most tests: they compile once.
-    pages = pages or round_up(len(sequences) * slots, 32)
-    order = np.random.default_rng(seed).permutation(pages)
-    _, _, kv_heads, width = sequences[0].kv.shape
-    kv = np.full((pages, 2, kv_heads, page_tokens, width), dead, sequences[0].kv.dtype)
-    table = order[: len(sequences) * slots].reshape(len(sequences), slots).astype(np.int32)
-    for s, row in zip(sequences, table, strict=True):
-        for start in range(0, len(s.kv), page_tokens):
-            tokens = s.kv[start : start + page_tokens]
-            kv[row[start // page_tokens], :, :, : len(tokens)] = tokens.transpose(1, 2, 0, 3)
-    return kv, table
-
-
-def pack(sequences, pieces, *, blocks=6, dead=np.nan):
-    """Blocks of the rows of `pieces`, which are (sequence, begin, end); then padding up to `blocks`."""
-    cells = [(s, i, max(b - 64 * i, 0), min(e - 64 * i, 64)) for s, b, e in pieces for i in range(b // 64, -(-e // 64))]
-    cells += [(0, 0, 0, 0)] * (blocks - len(cells))
-    q = np.full((len(cells), 64, *sequences[0].q.shape[1:]), dead, sequences[0].q.dtype)
-    for block, (s, i, begin, end) in zip(q, cells, strict=True):
-        block[begin:end] = sequences[s].q[64 * i + begin : 64 * i + end]
-    return q, Chunks(*jnp.asarray(cells, jnp.int32).T, num_sequences=len(sequences))
-
-
-def rows_there(blocks, chunks: Chunks) -> np.ndarray:
-    """The rows of blocks that are there, in order."""
-    ends = zip(np.asarray(blocks), chunks.begin, chunks.end, strict=True)
-    return np.concatenate([block[int(begin) : int(end)] for block, begin, end in ends])
-
-
-@functools.partial(jax.jit, static_argnames=("numerics", "schedule", "scale"))
-def run(q, kv, kv_pages, chunks, scale=None, numerics=NUMERICS, schedule=Schedule()):
-    return attention_chunks(q, kv, kv_pages, chunks, scale=scale, numerics=numerics, schedule=schedule)
-
-
-@functools.partial(jax.jit, static_argnames=("numerics", "scale"))
-def run_decode(q, kv, kv_pages, decode, scale=None, numerics=NUMERICS):
-    return attention_decode(q, kv, kv_pages, decode, scale=scale, numerics=numerics)
-
-
-@functools.partial(jax.jit, static_argnames=("op", "schedule"))
-def with_gradients(q, kv, kv_pages, chunks, cotangent, op=attention_chunks, schedule=Schedule()):
-    """Output, dQ and dKV."""
-    output, pull = jax.vjp(lambda q, kv: op(q, kv, kv_pages, chunks, numerics=NUMERICS, schedule=schedule), q, kv)
-    return output, *pull(cotangent)
-
-
 stock_chunks, stock_decode = jax.jit(stock.attention_chunks), jax.jit(stock.attention_decode)
-
-
-def whole(s: Sequence, **options) -> np.ndarray:
-    """The output rows of a sequence that is alone and in one piece."""
-    q, chunks = pack([s], [(0, 0, len(s.q))])
-    return rows_there(run(q, *pool([s]), chunks, **options), chunks)
 
 
 @DTYPES
@@ -175,17 +109,6 @@ def test_an_integer_pool_is_the_float_pool(dtype):
     assert_bit_equal(stock_chunks(q, stored, table, chunks), stock_chunks(q, kv, table, chunks))
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_every_schedule_gives_the_same_bits(heads):
-    s = sequence(5, 300, heads=8)
-    q, chunks = pack([s], [(0, 0, 300)])
-    kv, table = pool([s])
-    want, got = (
-        with_gradients(q, kv, table, chunks, q, schedule=schedule) for schedule in (Schedule(), Schedule(heads))
-    )
-    assert_bit_equal(got, want)
-
-
 def test_the_program_around_it_does_not_change_a_bit():
     s = sequence(6, 130)
     q, chunks = pack([s], [(0, 0, 130)])
@@ -246,61 +169,25 @@ def test_scores_are_scaled_as_asked():
     assert_bit_equal(whole(s, scale=16**-0.5), default)
 
 
-def in_float64(op, q, kv, *rest):
-    with jax.enable_x64(True):
-        return np.asarray(jax.jit(op)(q.astype(np.float64), kv.astype(np.float64), *rest))
+def equal_scores(tokens: int) -> tuple[Sequence, np.ndarray]:
+    """A sequence whose scores are all zero and whose V are small integers; what its rows attend to, rounded once."""
+    values = np.random.default_rng(12).integers(-8, 9, (tokens, 1, 8)).astype(np.float32)
+    s = Sequence(np.zeros((tokens, 1, 8), np.float32), np.stack([np.zeros_like(values), values], axis=1))
+    return s, np.cumsum(values, axis=0) / np.arange(1, tokens + 1, dtype=np.float32)[:, None, None]
 
 
-def batch(sequences, begins=(0, 0, 0), **options):
-    """The sequences one after another, each in one piece from its `begins` on; empty ones have no block."""
-    pieces = [(i, begin, len(s.q)) for i, (begin, s) in enumerate(zip(begins, sequences, strict=True))]
-    q, chunks = pack(sequences, pieces, blocks=8)
-    return q, *pool(sequences, **options), chunks
+def test_equal_scores_give_the_mean_rounded_once():
+    s, mean = equal_scores(64)
+    assert_bit_equal(whole(s), mean)
+    kv, table = pool([s.until(i + 1) for i in range(64)])
+    assert_bit_equal(run_decode(s.q, kv, table, Decode(jnp.arange(64), jnp.ones(64, bool))), mean)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 5e-2)])
-@pytest.mark.parametrize("begins", [(0, 0, 0), (84, 0, 10)])
-def test_gradients_are_those_of_softmax_attention(begins, dtype, tolerance):
-    sequences = [sequence(i, tokens, dtype=dtype) for i, tokens in enumerate((200, 0, 70))]
-    q, kv, table, chunks = batch(sequences, begins)
-    cotangent = np.asarray(np.random.default_rng(9).standard_normal(q.shape), q.dtype)
-    got = with_gradients(q, kv, table, chunks, cotangent)
-    with jax.enable_x64(True):
-        wide = (x.astype(np.float64) for x in (q, kv))
-        want = with_gradients(*wide, table, chunks, cotangent.astype(np.float64), op=stock.attention_chunks)
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == q.dtype
-        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b), atol=tolerance, rtol=0)
-
-
-@DTYPES
-@pytest.mark.parametrize("page_tokens", [64, 128])
-def test_gradients_of_a_sequence_do_not_change_with_its_batch(page_tokens, dtype):
-    """Other sequences, padding, NaN where nothing lives, page tables: none reaches a gradient bit."""
-    sequences = [sequence(i, tokens, dtype=dtype) for i, tokens in enumerate((150, 70, 64))]
-    cotangents = [sequence(10 + i, len(s.q), dtype=dtype) for i, s in enumerate(sequences)]
-
-    def gradients(tokens, **options):
-        """dQ and dKV by token of the batch that holds so many tokens of each sequence, and dKV where nothing lives."""
-        q, kv, table, chunks = batch([s.until(n) for s, n in zip(sequences, tokens, strict=True)], **options)
-        cotangent, *_ = batch([s.until(n) for s, n in zip(cotangents, tokens, strict=True)])
-        _, of_q, of_kv = (np.asarray(x) for x in with_gradients(q, kv, table, chunks, cotangent))
-        by_token = of_kv[table].transpose(0, 1, 4, 2, 3, 5).reshape(3, -1, *sequences[0].kv.shape[1:])
-        by_token = np.concatenate([rows[:n] for rows, n in zip(by_token, tokens, strict=True)])
-        return rows_there(of_q, chunks), by_token, of_kv[np.isnan(kv)]
-
-    *together, dead = gradients((150, 70, 64), page_tokens=page_tokens, seed=1)
-    alone = [gradients(tokens)[:2] for tokens in ((150, 0, 0), (0, 70, 0), (0, 0, 64))]
-    assert_bit_equal(together, [np.concatenate(parts) for parts in zip(*alone, strict=True)])
-    assert not bits(dead).any()
-
-
-def test_a_page_of_two_sequences_has_no_gradient_to_rely_on():
-    q, kv, table, chunks = batch([sequence(i, tokens) for i, tokens in enumerate((64, 64, 0))])
-    table[1] = table[0]
-    _, of_q, of_kv = with_gradients(q, kv, table, chunks, q)
-    assert np.isfinite(of_q).all()
-    assert np.isnan(of_kv[table[0, 0]]).all()
+def test_control_a_plain_quotient_is_not_rounded_once(monkeypatch):
+    """XLA makes `a / broadcast(b)` a product with a reciprocal."""
+    monkeypatch.setattr(kernel, "exact_quotient", lambda a, b: a / b)
+    s, mean = equal_scores(64)
+    assert differing(whole(s, scale=0.25), mean)  # A scale of its own: nothing traced before is met.
 
 
 def test_a_pool_is_read_where_it_lies():

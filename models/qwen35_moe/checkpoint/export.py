@@ -90,6 +90,7 @@ def export(
                 if (manifest.folder / file).exists():
                     shutil.copyfile(manifest.folder / file, partial / file)
         for file in partial.iterdir():
+            shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner can read.
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
         partial.rename(folder)

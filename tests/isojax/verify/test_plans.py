@@ -1,7 +1,7 @@
 import pytest
 
-from isojax.errors import MismatchError
-from isojax.verify import Report, Row
+from isojax.errors import MismatchError, ShardingError
+from isojax.verify import Report, Row, direct, engine, verify
 from isojax.verify.direct import PLANS
 from isojax.verify.phases import Plan
 
@@ -45,3 +45,22 @@ def test_the_report_adds_its_rows():
     assert (plain["compared"], plain["different"]) == (12, 2)
     assert (plain["gradients_compared"], plain["gradients_different"]) == (9, 1)
     assert plain["rows"][1]["path"] == "engine"
+
+
+def test_every_row_is_told_as_it_comes_and_is_in_the_report(monkeypatch, tmp_path):
+    rows = Row("a", "direct", 5, 0), Row("b", "engine", 7, 0)
+    told = []
+
+    def engine_rows(checkpoint, numerics):
+        assert told == [rows[0]]
+        yield rows[1]
+
+    monkeypatch.setattr(direct, "rows", lambda checkpoint, numerics: iter(rows[:1]))
+    monkeypatch.setattr(engine, "rows", engine_rows)
+    assert verify(tmp_path, on_row=told.append).rows == rows == tuple(told)
+    assert verify(tmp_path, engine=False).rows == rows[:1]
+
+
+def test_a_parallelism_without_rows_is_refused(tmp_path):
+    with pytest.raises(ShardingError, match="--rollout tp=2"):
+        verify(tmp_path, train={"dp": 1}, rollout={"tp": 2})

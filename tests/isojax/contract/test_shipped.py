@@ -18,7 +18,7 @@ from pallas_kernels.rms_norm import stock
 from qwen35_moe import identity
 from tests.qwen35_moe.tiny import config, dense_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 IN_ANOTHER_PROCESS = """
 import json, sys
