@@ -45,7 +45,7 @@ check: env ## style, types and the direction of imports
 	$(BIN)/lint-imports
 
 test: check ## check, then every test that this machine can run
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 warmup: env ## the demo's small policy, made from a seed and taught its task: checkpoints/arithmetic, the same bytes each time
 	JAX_COMPILATION_CACHE_DIR=.cache/jax $(BIN)/python -m isojax.rl.warmup checkpoints/arithmetic
