@@ -20,9 +20,8 @@ from rollout_bridge.rollouts import Rollouts
 TOKENS = 24  # Drawn for each sample: prompts end just before chunk borders, so decoding crosses them.
 REQUESTS = 33
 PREFIX_PAGES = 4
-NUM_BLOCKS = (
-    120  # Of all engines, so that they share programs. A long sequence takes about 16: 33 requests do not all fit.
-)
+NUM_BLOCKS = 120
+"""Of all engines, so that they share programs. A long sequence takes about 16: 33 requests do not all fit."""
 
 
 def rows(checkpoint: Path, numerics: str) -> Iterator[Row]:
