@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.experimental.pallas.fuser  # Adds a setting to JAX: later, it would void what was traced.
 from jax import lax
 from jax.experimental import pallas as pl
 

@@ -69,18 +69,3 @@ def _programs_leave_before_they_are_too_many() -> Iterator[None]:
         import jax
 
         jax.clear_caches()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _first_interpreted_kernel() -> None:
-    """The first interpreted Pallas program of a process compiles twice: let it be a trivial one."""
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels.region import region_call
-
-    def copy(x_ref, y_ref):
-        y_ref[...] = x_ref[...]
-
-    x = jnp.zeros(8, jnp.int32)
-    jax.jit(region_call("warm_up", copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)))(x)
