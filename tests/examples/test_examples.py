@@ -1,15 +1,14 @@
-import functools
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
+from rollout_bridge import LLM
 from tests.qwen35_moe import tiny
+from tests.rollout_bridge.engines import SIZES
 
 pytestmark = pytest.mark.slow
-
-ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "kv_cache_memory_bytes": 1 << 26}
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +22,12 @@ def checkpoint(tmp_path_factory):
 def example(monkeypatch):
     """An example as a module, its engine with few shapes to compile."""
 
-    def example(name, **options):
+    def example(name):
         path = Path(__file__).parents[2] / "examples" / f"{name}.py"
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        monkeypatch.setattr(module, "LLM", functools.partial(module.LLM, **ENGINE | options))
+        monkeypatch.setattr(module, "LLM", lambda *args, **options: LLM(*args, **options | SIZES))
         return module
 
     return example
@@ -44,7 +43,7 @@ def test_grpo_trains_with_every_logprob_equal(example, checkpoint, tmp_path, cap
 
 
 def test_an_own_loop_keeps_its_logprobs_exact(example, checkpoint, capsys):
-    module = example("own_loop", max_model_len=128)
+    module = example("own_loop")
     module.main(str(checkpoint), steps=1, batch_size=2, samples=4, max_tokens=6)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("compared, 0 different")

@@ -26,6 +26,12 @@ WORDS = 300
 MAX_LEN = 512
 NUM_BLOCKS = 49  # One is vLLM's null block; a request of 300 tokens holds 5 pages and 3 or more states.
 
+SIZES = {
+    **{"max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 128},
+    "num_gpu_blocks_override": NUM_BLOCKS,
+}
+"""Of every engine, unless a test is about them: engines of one size share programs, over processes in the cache."""
+
 OPS = bind("exact")
 
 
@@ -52,8 +58,7 @@ def start(model: Qwen35Moe, **options: Any):
     """An engine beside `model`."""
     from rollout_bridge import LLM
 
-    settings = {"max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 128}
-    return LLM(model, **(settings | {"num_gpu_blocks_override": NUM_BLOCKS} | options))
+    return LLM(model, **(SIZES | options))
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[dict[str, list[int]]]:

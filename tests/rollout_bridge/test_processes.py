@@ -25,11 +25,9 @@ from rollout_bridge.rollouts import Rollouts
 from rollout_bridge.weights import digests
 from tests.bits import bits
 from tests.qwen35_moe import tiny
-from tests.rollout_bridge.engines import assert_trainer_agrees, prompts, sample, trainer_scores
+from tests.rollout_bridge.engines import SIZES, assert_trainer_agrees, prompts, sample, trainer_scores
 
 pytestmark = pytest.mark.slow
-
-SIZES = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 49}
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,9 @@ def test_every_phase_has_the_trainers_bits(model):
     assert all(row.compared for row in rows)
 
 
-def test_native_phases_differ(model):
+def test_native_rows_differ(model):
     native = Qwen35Moe(model.config, model.params(), bind("native"))
-    rows = list(forward_rows(native, LENGTHS, PLANS[2:]))
-    assert sum(row.different for row in rows) > 0
+    assert any(row.different for row in forward_rows(native, LENGTHS, PLANS[2:]))
 
 
 def test_the_gradient_of_every_weight_is_the_same_for_micro_batches_of_one_and_of_eight(model):
