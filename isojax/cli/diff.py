@@ -11,8 +11,8 @@ from isojax.errors import CheckpointError
 from isojax.models import from_pretrained
 from isojax.rl.checkpoint import load_params
 from isojax.rl.config import Config
+from isojax.rl.metrics import read_metrics
 from isojax.rl.parity import Mismatch
-from isojax.rl.report import read_metrics
 from isojax.sampling import Sampling
 from isojax.verify.direct import draw
 from isojax.verify.trace import Difference, explain, trainer_trace

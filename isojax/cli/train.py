@@ -47,7 +47,8 @@ def demo(overrides: Sequence[str], *, json: Path | None) -> None:
 
 def run(config: Config, *, resume: bool = False):
     """Trains, showing a line a step on stderr; returns the summary and leaves the report."""
-    from isojax.rl.report import read_metrics, write_report
+    from isojax.rl.metrics import read_metrics
+    from isojax.rl.report import write_report
     from isojax.rl.trainer import Summary, Trainer
     from isojax.verify.trace import explain
 

@@ -1,13 +1,17 @@
 """What a run leaves for people: one HTML file with its plots inside, no script, nothing fetched."""
 
 import html
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 220, 64, 28, 12
-_COLORS = ("#1f6feb", "#d1242f")
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from isojax.rl.metrics import read_metrics
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -72,44 +76,23 @@ def write_report(directory: Path, title: str, closing: str, contrast: Mapping[st
     return path
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `metrics.jsonl`, in step order; a last line that a crash cut off is none."""
-    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 def line_chart(series: Mapping[str, tuple[Sequence[int | float], Sequence[int | float]]]) -> str:
-    """One or two lines over common axes, as inline SVG."""
-    xs = [x for line, _ in series.values() for x in line]
-    ys = [y for _, line in series.values() for y in line]
-    (left, right), (low, high) = _span(xs), _span([0.0, *ys] if min(ys, default=0) >= 0 else ys)
-
-    def point(x: int | float, y: int | float) -> str:
-        across = _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - 8)
-        down = _HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
-        return f"{across:.1f},{down:.1f}"
-
-    marks = []
-    for y in (low, (low + high) / 2, high):
-        x0, y0 = point(left, y).split(",")
-        marks.append(f'<line x1="{x0}" x2="{_WIDTH - 8}" y1="{y0}" y2="{y0}" stroke="#d1d9e0"/>')
-        marks.append(f'<text x="{_LEFT - 6}" y="{float(y0) + 4:.1f}" text-anchor="end">{y:.3g}</text>')
-    for x in (left, right):
-        x0, _ = point(x, low).split(",")
-        marks.append(f'<text x="{x0}" y="{_HEIGHT - 8}" text-anchor="middle">{x:.6g}</text>')
-    for (name, (line, values)), color in zip(series.items(), _COLORS, strict=False):
-        path = " ".join(point(x, y) for x, y in zip(line, values, strict=True))
-        marks.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        offset = 16 + 14 * list(series).index(name)
-        marks.append(
-            f'<text x="{_WIDTH - 10}" y="{offset}" text-anchor="end" fill="{color}">{html.escape(name)}</text>'
-        )
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="11" font-family="sans-serif">{"".join(marks)}</svg>'
-
-
-def _span(values: Sequence[int | float]) -> tuple[int | float, int | float]:
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    return (low, high) if high > low else (low, low + 1.0)
+    """Lines over common axes, as inline SVG; of values that are never negative from 0 on."""
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "isojax", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(7, 2.4), layout="constrained")
+        axes = figure.subplots()
+        for name, (xs, ys) in series.items():
+            axes.plot(xs, ys, label=name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="y", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if min((y for _, ys in series.values() for y in ys), default=0) >= 0:
+            axes.set_ylim(bottom=0)
+        if len(series) > 1:
+            axes.legend(frameon=False)
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return svg.getvalue()[svg.getvalue().index("<svg") :]
 
 
 def _of(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:

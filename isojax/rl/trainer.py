@@ -21,9 +21,9 @@ from isojax.rl.checkpoint import Checkpoints
 from isojax.rl.config import Config
 from isojax.rl.gradient import Scores, policy_gradient, score
 from isojax.rl.losses import grpo_loss
+from isojax.rl.metrics import read_metrics
 from isojax.rl.packing import Batch, pack
 from isojax.rl.parity import Mismatch, Parity, check_parity, compare
-from isojax.rl.report import read_metrics
 from isojax.rl.tasks import Item, Task
 from isojax.samples import Request
 from qwen35_moe import Qwen35Moe, identity
