@@ -27,6 +27,7 @@ from qwen35_moe.step import Residency, Step
 from rollout_bridge import pages
 from rollout_bridge.batch import Buckets, Homes, Inputs, Tables, empty
 from rollout_bridge.cache import Layout
+from rollout_bridge.memory import on_device
 from rollout_bridge.sampling import Controls, Edits, no_controls
 
 
@@ -110,7 +111,8 @@ class Programs:
             tokens=self.layout.page_tokens,
         )
         tokens = jnp.zeros((self.num_slots, self.max_len + 1), jnp.int32)
-        return State(cache, tokens, jnp.zeros((self.num_slots, self.config.hidden_size), self.config.compute_dtype))
+        hidden = jnp.zeros((self.num_slots, self.config.hidden_size), self.config.compute_dtype)
+        return on_device(State(cache, tokens, hidden))
 
     def idle(self, rows: int, blocks: int) -> tuple[Inputs, Controls]:
         """Inputs of a bucket in which nothing is there: for compiling its programs."""

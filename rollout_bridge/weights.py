@@ -19,6 +19,7 @@ from isojax.errors import WeightsError
 from pallas_kernels.binding import Ops
 from qwen35_moe.config import Config
 from qwen35_moe.model import param_shapes, rollout_params
+from rollout_bridge.memory import on_device
 
 type Params = Mapping[str, Any]
 
@@ -211,7 +212,7 @@ class Weights:
     def wake(self) -> None:
         """Brings weights back from the host, where sleep put them."""
         if self._params is None and self._asleep is not None:
-            self._params = jax.device_put(self._asleep)
+            self._params = on_device(self._asleep)
         self._asleep = None
 
     def _checked(self, params: Params) -> dict[str, Any]:
@@ -226,7 +227,7 @@ class Weights:
                 problems.append(f"{name} is {value.dtype}, expected float32 or {expected.dtype}")
         if problems:
             raise WeightsError(f"weights refused, version stays {self.version}: {listed(problems)}")
-        arrays = {name: jnp.asarray(value) for name, value in flat.items()}
+        arrays = on_device(flat)
         # Vectors, and in float32 everything, stay the arrays that they are: shared, not copied.
         return unflatten(arrays | self._rounded(arrays))
 

@@ -106,7 +106,7 @@ def audit(
     target: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="e.g. my_pkg.train:loss_fn")],
     json: JsonOption = None,
 ) -> None:
-    """Traces a program and names every float that is computed outside an op."""
+    """Traces a program, given what FUNCTION_args() beside it returns; names every float computed outside an op."""
     import sys
 
     from isojax.audit import audit as run

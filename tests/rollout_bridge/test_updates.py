@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from isojax.errors import WeightsError
 from qwen35_moe.checkpoint import export
@@ -185,3 +186,23 @@ def test_digests_are_the_trainers(engine, policies):
     assert engine.weights_digest == total_digest(digests(policies[0].params()))
     engine.update_weights(policies[1])
     assert engine.weights_digest == total_digest(digests(policies[1].params()))
+
+
+def test_the_warm_up_compiles_for_weights_of_every_origin(policies):
+    graphdef, state = nnx.split(policies[0])
+    bound = nnx.merge(graphdef, jax.device_put(state, jax.devices()[0]))  # As a checkpoint is read.
+    llm = start(bound, seed=3, enable_sleep_mode=True)  # A seed of its own: programs that no test met before.
+    programs = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner.programs
+
+    def compiled():
+        return programs._forward._cache_size(), programs._sample._cache_size()
+
+    warm = compiled()
+    generate(llm)
+    llm.update_weights(jax.tree.map(np.asarray, policies[1].params()))
+    generate(llm)
+    llm.sleep(level=1)
+    llm.wake_up()
+    generate(llm)
+    llm.close()
+    assert compiled() == warm
