@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from typing import Any
 
 _CPU_SHARE, _CPU_MOST = 0.25, 8 << 30
 
@@ -31,17 +30,6 @@ def free_bytes() -> int:
 
     stats = jax.local_devices()[0].memory_stats()
     return total_bytes() if not stats else stats["bytes_limit"] - stats["bytes_in_use"]
-
-
-def on_device(tree: Any) -> Any:
-    """`tree` on the engine's device, and bound to it; arrays that are there are shared.
-
-    To JAX a program for arrays that are bound is another one than for arrays that are not: where all are,
-    what the warm-up compiled serves weights of every origin.
-    """
-    import jax
-
-    return jax.device_put(tree, jax.local_devices()[0])
 
 
 def is_opened() -> bool:

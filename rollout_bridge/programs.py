@@ -27,7 +27,7 @@ from qwen35_moe.step import Residency, Step
 from rollout_bridge import pages
 from rollout_bridge.batch import Buckets, Homes, Inputs, Tables, empty
 from rollout_bridge.cache import Layout
-from rollout_bridge.memory import on_device
+from rollout_bridge.device import on_device
 from rollout_bridge.sampling import Controls, Edits, no_controls
 
 

@@ -18,7 +18,8 @@ from pallas_kernels.binding import Ops, bind
 from qwen35_moe.checkpoint import load_params, tokenizer_size
 from qwen35_moe.config import Config
 from qwen35_moe.model import rollout_params
-from rollout_bridge import cache, memory, weights
+from rollout_bridge import cache, weights
+from rollout_bridge.device import on_device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,4 +97,4 @@ def _from_checkpoint(folder: Path, config: "VllmConfig", numerics: str) -> Serve
     # The checkpoint is read and rounded on the host: the device never holds its float32 form.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = jax.jit(lambda p: rollout_params(p, sizes, ops))(read_checkpoint(folder, sizes))
-    return Served(sizes, ops, memory.on_device(params))
+    return Served(sizes, ops, on_device(params))

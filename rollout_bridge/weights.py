@@ -19,7 +19,7 @@ from isojax.errors import WeightsError
 from pallas_kernels.binding import Ops
 from qwen35_moe.config import Config
 from qwen35_moe.model import param_shapes, rollout_params
-from rollout_bridge.memory import on_device
+from rollout_bridge.device import on_device
 
 type Params = Mapping[str, Any]
 
@@ -228,7 +228,7 @@ class Weights:
         if problems:
             raise WeightsError(f"weights refused, version stays {self.version}: {listed(problems)}")
         arrays = on_device(flat)
-        # Vectors, and in float32 everything, stay the arrays that they are: shared, not copied.
+        # Vectors, and in float32 everything, keep their memory: shared, not copied.
         return unflatten(arrays | self._rounded(arrays))
 
     def _commit(self, rollout: dict[str, Any]) -> None:

@@ -61,6 +61,24 @@ def test_matrices_are_rounded_once_and_vectors_are_shared():
     )
 
 
+def writable(value) -> np.ndarray:
+    """A host array that JAX could use without a copy."""
+    buffer = np.empty(value.nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    array = buffer[start : start + value.nbytes].view(np.float32).reshape(value.shape)
+    array[...] = value
+    return array
+
+
+def test_host_arrays_are_copied():
+    params = jax.tree.map(writable, policy().params())
+    weights = Weights(config(), OPS)
+    weights.load(params)
+    for array in flatten(params).values():
+        array[...] = 7
+    assert total_digest(digests(weights.params)) == weights.digest
+
+
 def test_what_changed_on_its_way_is_refused():
     params = policy().params()
     weights = Weights(config(), OPS)
