@@ -27,6 +27,10 @@ class ShardingError(IsojaxError, ValueError):
     """A parallelism that the numerics do not divide over."""
 
 
+class ExecutorError(IsojaxError, NotImplementedError):
+    """A region has no executor on the platform that a program is traced for."""
+
+
 class WeightsError(IsojaxError, ValueError):
     """Weights are unknown, incomplete, or of another version than the samples."""
 

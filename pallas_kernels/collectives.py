@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int32, PyTree
 
 from pallas_kernels.cast import cast
 from pallas_kernels.sharding import AxisName, axis_size, check_pieces
@@ -86,6 +86,28 @@ def all_gather(x: Array, axis_name: AxisName, *, axis: int = 0) -> Array:
     """
     axis %= x.ndim
     return _all_gather(axis_name, axis, x.shape[axis], x)
+
+
+def from_owners(
+    candidates: Float[Array, "rows width"], owners: Int32[Array, " rows"], axis_name: AxisName, *, scatter: bool
+) -> Float[Array, "own_rows width"]:
+    """Row by row what the rank has that owns the row; nothing is added, so that a −0 stays one.
+
+    Each rank is sent the candidates of its rows, and chooses.
+
+    Args:
+        candidates: What this rank has for each row; only its own rows count.
+        owners: The rank that owns each row, the same on every rank.
+        axis_name: The mesh axis, or several.
+        scatter: Whether a rank wants its rows alone, equally many on each; else all ranks get all rows.
+    """
+    ranks, (rows, width) = axis_size(axis_name), candidates.shape
+    missing = -rows % ranks
+    pieces = jnp.pad(candidates, ((0, missing), (0, 0))).reshape(ranks, -1, width)
+    pieces = lax.all_to_all(pieces, axis_name, 0, 0, tiled=True)
+    owner = jnp.pad(owners, (0, missing)).reshape(ranks, -1)[lax.axis_index(axis_name)]
+    own = jnp.take_along_axis(pieces, owner[None, :, None], axis=0)[0]
+    return own if scatter else lax.all_gather(own, axis_name, tiled=True)[:rows]
 
 
 def add_terms(

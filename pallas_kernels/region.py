@@ -9,6 +9,8 @@ import jax.experimental.pallas.fuser  # Adds a setting to JAX: later, it would v
 from jax import lax
 from jax.experimental import pallas as pl
 
+from isojax.errors import ExecutorError
+
 type Shapes = jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct]
 
 
@@ -23,22 +25,30 @@ def region_call(
     """`pl.pallas_call(kernel, **spec)` as the region `name`.
 
     On the CPU the kernel is interpreted between optimization barriers, so that XLA cannot
-    fuse, contract or reorder it with its neighbours (docs/rules.md, rule 2). On a GPU it is
-    compiled. Which of the two is settled when the program is traced: a trace then holds one
-    executor, which is what an audit reads and a digest hashes.
+    fuse, contract or reorder it with its neighbours (docs/rules.md, rule 2). On a GPU another executor runs,
+    and without one the region is refused. Which of the two is settled when the program is traced: a trace then
+    holds one executor, which is what an audit reads and a digest hashes.
 
     Args:
         name: The region, as contracts and audits call it, e.g. `"rms_norm"`.
         kernel: The kernel body over refs.
         out_shape: Shape and dtype of every output.
-        gpu: Another executor for GPUs (a Hopper kernel with tensor cores), if the region has one.
+        gpu: The executor for GPUs, a Mosaic GPU kernel, if there is one for these inputs.
         **spec: Grid and block specs, as `pl.pallas_call` takes them.
 
     Returns:
         A function of the kernel's inputs.
+
+    Raises:
+        ExecutorError: If the program is traced for a platform on which the region cannot run.
     """
-    if traced_for() != "cpu":
-        return gpu or pl.pallas_call(kernel, out_shape=out_shape, name=name, **spec)
+    if (platform := traced_for()) != "cpu":
+        if gpu is None:
+            raise ExecutorError(
+                f"region {name} has no executor on {platform} for these inputs yet; docs/gpu.md lists those there are:"
+                " run on the CPU with JAX_PLATFORMS=cpu"
+            )
+        return gpu
     call = pl.pallas_call(kernel, out_shape=out_shape, name=name, interpret=True, **spec)
     return lambda *args: lax.optimization_barrier(call(*lax.optimization_barrier(args)))
 

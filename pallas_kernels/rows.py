@@ -7,6 +7,7 @@ region whose bits do not depend on how many rows there are, and derives the back
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
 
 from isojax import trees
-from isojax.layouts import CHUNK, Segments, round_up
+from isojax.layouts import CHUNK, Segments, round_up, split_bounds
 from pallas_kernels.region import mosaic, region_call, traced_for
 from pallas_kernels.segment_sum import segment_sum
 from pallas_kernels.sharding import AxisName, rows_of_all
@@ -38,15 +40,25 @@ class _Spec:
     name: str
     fn: Callable[..., Any]  # (*rows, *shared) -> rows or a tuple of rows
     num_shared: int
+    per_head: bool
     constants: frozenset[int]  # Positions of float rows that get no gradient.
 
     def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         out = self.fn(*args)
         return out if isinstance(out, tuple) else (out,)
 
+    def as_read(self, rows, shared) -> tuple[jax.Array, ...]:
+        """What is shared, as `fn` takes it."""
+        return tuple(jnp.broadcast_to(w, (rows[0].shape[1], *w.shape)) for w in shared) if self.per_head else shared
+
 
 def row_op(
-    name: str, fn: Callable[..., Any], *, num_shared: int = 0, constants: Collection[int] = ()
+    name: str,
+    fn: Callable[..., Any],
+    *,
+    num_shared: int = 0,
+    per_head: bool = False,
+    constants: Collection[int] = (),
 ) -> Callable[..., Any]:
     """Makes a row-wise region of `fn`.
 
@@ -59,14 +71,17 @@ def row_op(
         num_shared: Number of trailing arguments shared by all rows (weights). Their gradient is
             a sum over rows: one partial in each 64-row block, then the order of `segment_sum`.
             Integers among them have none.
+        per_head: Whether rows are `[rows, heads, width]` and every head reads what is shared: `fn` gets a copy for each
+            head, `[heads, ...]`. The partial of a block then adds rows head by head, and the heads by `head_sum`: were
+            heads to meet after the sequences, two micro-batches would add in another order than one (measured).
         constants: Positions of float blocks that get no gradient (tables, temperatures).
 
     Returns:
         `op(*rows, *shared, segments=None, axis_name=None, schedule=Schedule())` over any number of rows. With
-        `axis_name` they are those of one rank of that mesh axis, `segments` are of all ranks, and every rank gets the
-        gradient of what is shared, summed over all.
+        `axis_name` they are those of one rank of that mesh axis (its heads, if `per_head`), `segments` are of all
+        ranks, and every rank gets the gradient of what is shared, summed over all.
     """
-    spec = _Spec(name, fn, num_shared, frozenset(constants))
+    spec = _Spec(name, fn, num_shared, per_head, frozenset(constants))
 
     def op(
         *args: jax.Array,
@@ -77,7 +92,7 @@ def row_op(
         rows = args[: len(args) - num_shared]
         shared = args[len(args) - num_shared :]
         if num_shared:
-            all_rows = rows_of_all(name, rows[0].shape[0], axis_name)
+            all_rows = rows_of_all(name, rows[0].shape[0], None if per_head else axis_name)
             segments = segments or Segments.one(all_rows)
         out = _row_op(spec, schedule, axis_name, rows, shared, segments if num_shared else None)
         return out if len(out) > 1 else out[0]
@@ -93,7 +108,7 @@ def rowwise(fn: Callable[..., Any]) -> Callable[..., Any]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _row_op(spec: _Spec, schedule: Schedule, axis_name: AxisName | None, rows, shared, segments):
     del axis_name, segments
-    count = rows[0].shape[0]
+    count, shared = rows[0].shape[0], spec.as_read(rows, shared)
     blocks = [jax.ShapeDtypeStruct((_BLOCK, *x.shape[1:]), x.dtype) for x in rows]
     outs = jax.eval_shape(spec, *blocks, *shared)
     if traced_for() != "cpu":
@@ -124,7 +139,7 @@ def _forward(spec: _Spec, schedule: Schedule, axis_name: AxisName | None, rows, 
 
 def _backward(spec: _Spec, schedule: Schedule, axis_name: AxisName | None, residuals, cotangents):
     rows, shared, segments = residuals
-    count = rows[0].shape[0]
+    count, shared = rows[0].shape[0], spec.as_read(rows, shared)
     padded = round_up(count, CHUNK)
     args = (*rows, *shared)
     floats = [i for i, x in enumerate(args) if _is_float(x) and i not in spec.constants]
@@ -184,11 +199,30 @@ def _backward(spec: _Spec, schedule: Schedule, axis_name: AxisName | None, resid
 
     grads = [None if _is_float(x) else _no_gradient(x) for x in args]
     for i, grad in zip(floats, results, strict=True):
-        grads[i] = grad[:count] if i < len(rows) else segment_sum(grad, segments, axis_name=axis_name)
+        grads[i] = grad[:count] if i < len(rows) else _sum_blocks(spec, name, grad, segments, axis_name)
     return tuple(grads[: len(rows)]), tuple(grads[len(rows) :]), None
 
 
 _row_op.defvjp(_forward, _backward)
+
+
+def _sum_blocks(spec: _Spec, name: str, partials: jax.Array, segments: Segments, axis_name: AxisName | None):
+    """The gradient of something shared, from the partial of each block (of each head of it, if `per_head`)."""
+    if not spec.per_head:
+        return segment_sum(partials, segments, axis_name=axis_name)
+    if axis_name is not None:
+        partials = lax.all_gather(partials, axis_name, axis=1, tiled=True)
+    return segment_sum(row_op(f"{name}.heads", head_sum)(partials), segments)
+
+
+def head_sum(partials: Float[Array, "blocks heads width"]) -> Float[Array, "blocks width"]:
+    """Adds the heads: a chain inside each of gcd(heads, 8) contiguous splits, a tree over the splits."""
+    heads = partials.shape[1]
+    chains = [
+        trees.chain(jnp.add, [partials[:, head] for head in range(start, end)])
+        for start, end in split_bounds(heads, math.gcd(heads, 8))
+    ]
+    return trees.fold(jnp.add, chains)
 
 
 def _add_runs(runs: jax.Array) -> list[jax.Array]:

@@ -6,15 +6,11 @@ other axes may have any size, and a tensor-parallel rank with fewer heads comput
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
-from isojax import trees
-from isojax.layouts import split_bounds
 from pallas_kernels.region import traced_for
 from pallas_kernels.tree_sum import fold_axis
 
@@ -44,30 +40,4 @@ spread.defvjp(
 sum_axis.defvjp(
     lambda x, axis: (sum_axis(x, axis), x.shape[axis]),
     lambda axis, size, grad: (spread(grad, axis, size),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def share_over_heads(weight: Float[Array, " head_dim"], heads: int) -> Float[Array, "heads head_dim"]:
-    """Gives every head its copy of `weight`; the gradient is the `head_sum` of theirs.
-
-    Inside a row function heads meet inside each 64-row block, before blocks do: a micro-batch's gradient is then a
-    subtree of the batch's. Were they to meet last, two micro-batches would add in another order than one (measured).
-    """
-    return jnp.broadcast_to(weight, (heads, *weight.shape))
-
-
-def head_sum(grad: Float[Array, "heads head_dim"], num_splits: int | None = None) -> Float[Array, " head_dim"]:
-    """Adds the heads: a chain inside each of gcd(heads, 8) contiguous splits, a tree over the splits.
-
-    A tensor-parallel rank that holds whole splits computes a subtree.
-    """
-    heads = grad.shape[0]
-    bounds = split_bounds(heads, num_splits or math.gcd(heads, 8))
-    return trees.fold(jnp.add, [trees.chain(jnp.add, list(grad[start:end])) for start, end in bounds])
-
-
-share_over_heads.defvjp(
-    lambda weight, heads: (share_over_heads(weight, heads), None),
-    lambda heads, _, grad: (head_sum(grad),),
 )

@@ -22,8 +22,12 @@ from pallas_kernels.attention.arithmetic import as_operand, lane_sum, product, s
 from pallas_kernels.attention.kernel import chunk_rows
 from pallas_kernels.attention.numerics import Schedule
 from pallas_kernels.attention.pool import load_kv
+from pallas_kernels.cast import cast
+from pallas_kernels.elementwise import elementwise
 from pallas_kernels.region import exact_product, region_call
+from pallas_kernels.sharding import AxisName
 from pallas_kernels.step import Chunks
+from pallas_kernels.tree_sum import tree_sum
 
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
@@ -111,8 +115,33 @@ def kv_gradient(
     delta: Float32[Array, "blocks 64 heads"],
     cotangent: Float[Array, "blocks 64 heads width"],
     scale: float,
+    axis_name: AxisName | None = None,
 ) -> Float[Array, "pages 2 kv_heads page_tokens width"]:
-    """Computes dK and dV page by page: a chain over query blocks in every query head, a tree over heads."""
+    """Computes dK and dV page by page: a chain over query blocks in every query head, a tree over heads.
+
+    With `axis_name` a rank has some of the query heads: a subtree.
+    """
+    if axis_name is not None:
+        sums = tree_sum(
+            _kv_sums(q, kv, kv_pages, chunks, lse, delta, cotangent, scale, is_whole=False)[None],
+            axis_name=axis_name,
+        )
+        return _scaled(scale, sums, kv.dtype)
+    return _kv_sums(q, kv, kv_pages, chunks, lse, delta, cotangent, scale, is_whole=True)
+
+
+def _scaled(scale: float, sums: Float32[Array, "pages 2 kv_heads page_tokens width"], dtype):
+    """The last step of `kv_gradient`, for sums that met over ranks."""
+    key_sum, value_sum = jnp.unstack(sums, axis=1)
+    (of_keys,) = elementwise(
+        "attention.backward.kv", lambda x: ((x * scale).astype(dtype),), [key_sum], out_dtypes=[dtype]
+    )
+    return jnp.stack([of_keys, cast(value_sum, dtype)], axis=1)
+
+
+def _kv_sums(q, kv, kv_pages, chunks: Chunks, lse, delta, cotangent, scale: float, *, is_whole: bool):
+    """`kv_gradient` on one device; if not `is_whole` the sums over the heads here, neither scaled nor rounded."""
+    dtype = kv.dtype if is_whole else jnp.dtype("float32")
     pages, _, kv_heads, page_tokens, width = kv.shape
     group = q.shape[2] // kv_heads
     readers = _readers(kv_pages, chunks, pages, page_tokens // CHUNK)
@@ -161,14 +190,14 @@ def kv_gradient(
         of_keys, of_values = lax.map(of_head, jnp.arange(group))
         undefined = owners_ref[page, slot] > 1
         key_sum, value_sum = (trees.fold(jnp.add, list(terms)) for terms in (of_keys, of_values))
-        for side, total in enumerate((key_sum * scale, value_sum)):
-            gradient_ref[0, side, 0] = jnp.where(undefined, jnp.nan, total).astype(kv.dtype)
+        for side, total in enumerate((key_sum * scale if is_whole else key_sum, value_sum)):
+            gradient_ref[0, side, 0] = jnp.where(undefined, jnp.nan, total).astype(dtype)
 
     tile = pl.BlockSpec((1, 2, 1, CHUNK, width), lambda page, head, slot: (page, 0, head, slot, 0))
     return region_call(
         "attention.backward.kv",
         kv_gradient_kernel,
-        out_shape=jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+        out_shape=jax.ShapeDtypeStruct(kv.shape, dtype),
         grid=(pages, kv_heads, page_tokens // CHUNK),
         in_specs=[_WHOLE] * 12 + [tile],
         out_specs=tile,

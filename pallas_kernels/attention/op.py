@@ -10,6 +10,7 @@ from isojax.layouts import CHUNK
 from pallas_kernels.attention import backward, kernel
 from pallas_kernels.attention.numerics import Numerics, Schedule
 from pallas_kernels.attention.pool import KV
+from pallas_kernels.sharding import AxisName, check_subtrees
 from pallas_kernels.step import Chunks, Decode
 
 _DTYPES = {"bfloat16": "uint16", "float32": "uint32"}  # Compute dtype and how an integer pool stores it.
@@ -22,6 +23,7 @@ def attention_chunks(
     chunks: Chunks,
     *,
     scale: float | None = None,
+    axis_name: AxisName | None = None,
     numerics: Numerics = Numerics(),
     schedule: Schedule = Schedule(),
 ) -> Float[Array, "blocks 64 heads width"]:
@@ -43,6 +45,9 @@ def attention_chunks(
     Each is rounded once. A page that two sequences own gets a NaN gradient, because no order is defined
     there; pages and rows that no row reads get zero.
 
+    Ranks with KV heads of their own exchange nothing and need no `axis_name`. With more ranks than KV heads some have
+    the same KV head and other query heads of it: their axis is `axis_name`, and on all of them dK and dV are whole.
+
     Args:
         q: Query rows after norm and rotation, bfloat16 or float32 (the compute dtype).
         kv: The pool of pages, K and then V, in the dtype of `q`, or its bits as unsigned integers;
@@ -50,6 +55,7 @@ def attention_chunks(
         kv_pages: Pages of every sequence, ascending. Entries past the last live token may be any page.
         chunks: Where the rows stand.
         scale: Of the scores; width**-0.5 by default.
+        axis_name: The mesh axis that the query heads of each KV head are sharded over, inside `shard_map`.
         numerics: Blocks and splits of the softmax.
         schedule: How the work is cut into programs.
 
@@ -57,10 +63,12 @@ def attention_chunks(
         Output rows in the dtype of `q`; rows that are not there are exactly zero.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or a gradient is asked of an integer pool.
+        ValueError: If shapes or dtypes do not fit together, a gradient is asked of an integer pool, or the query heads
+            of a KV head on a rank are no subtree.
     """
     _check("attention_chunks", q, kv, kv_pages, chunks.num_sequences)
-    return _attention_chunks(_scale(scale, q), numerics, schedule, q, kv, kv_pages, chunks)
+    check_subtrees("attention_chunks", q.shape[2] // kv.shape[2], axis_name)
+    return _attention_chunks(_scale(scale, q), numerics, schedule, axis_name, q, kv, kv_pages, chunks)
 
 
 def attention_decode(
@@ -94,26 +102,28 @@ def attention_decode(
     return kernel.attention_decode(q, kv, kv_pages, decode, _scale(scale, q), numerics)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention_chunks(scale, numerics, schedule, q, kv, kv_pages, chunks):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _attention_chunks(scale, numerics, schedule, axis_name, q, kv, kv_pages, chunks):
+    del axis_name
     return kernel.attention_chunks(q, kv, kv_pages, chunks, scale, numerics, schedule)[0]
 
 
-def _forward(scale, numerics, schedule, q, kv, kv_pages, chunks):
+def _forward(scale, numerics, schedule, axis_name, q, kv, kv_pages, chunks):
     if not jnp.issubdtype(kv.dtype, jnp.floating):
         raise ValueError(
             f"the gradient of attention_chunks needs a float kv, got {kv.dtype.name}{list(kv.shape)}:"
             " an integer pool serves inference; train on pages built from the batch's own K and V"
         )
+    del axis_name
     output, lse = kernel.attention_chunks(q, kv, kv_pages, chunks, scale, numerics, schedule)
     return output, (q, kv, kv_pages, chunks, output, lse)
 
 
-def _backward(scale, numerics, schedule, residuals, cotangent):
+def _backward(scale, numerics, schedule, axis_name, residuals, cotangent):
     del numerics
     q, kv, kv_pages, chunks, output, lse = residuals
     q_gradient, delta = backward.query_gradient(q, kv, kv_pages, chunks, output, lse, cotangent, scale, schedule)
-    kv_gradient = backward.kv_gradient(q, kv, kv_pages, chunks, lse, delta, cotangent, scale)
+    kv_gradient = backward.kv_gradient(q, kv, kv_pages, chunks, lse, delta, cotangent, scale, axis_name)
     return q_gradient, kv_gradient, *jax.tree.map(_no_gradient, (kv_pages, chunks))
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from isojax.layouts import CHUNK, Segments, round_up
 from pallas_kernels.cast import cast
+from pallas_kernels.collectives import from_owners
 from pallas_kernels.embedding import kernel
 from pallas_kernels.embedding.kernel import Schedule
 from pallas_kernels.sharding import AxisName, axis_size, check_pieces, sharded_rows
@@ -82,19 +83,10 @@ def _embed(static: _Static, tokens, table, segments):
     del segments
     rows = table.at[static.own(tokens)].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     rows = cast(rows, static.dtype)
-    return rows if static.axis_name is None else _from_owners(static, tokens, rows)
-
-
-def _from_owners(static: _Static, tokens, candidates):
-    """Of the ranks' `candidates` `[rows, width]` those of the rank that has the word; a rank chooses for its rows."""
-    ranks, (rows, width) = axis_size(static.axis_name), candidates.shape
-    missing = -rows % ranks
-    pieces = jnp.pad(candidates, ((0, missing), (0, 0))).reshape(ranks, -1, width)
-    pieces = lax.all_to_all(pieces, static.axis_name, 0, 0, tiled=True)
-    owners = jnp.clip(jnp.pad(tokens, (0, missing)) // static.words, 0, ranks - 1).reshape(ranks, -1)
-    owner = owners[lax.axis_index(static.axis_name)]
-    own = jnp.take_along_axis(pieces, owner[None, :, None], axis=0)[0]
-    return own if static.scatter else lax.all_gather(own, static.axis_name, tiled=True)[:rows]
+    if static.axis_name is None:
+        return rows
+    owners = jnp.clip(tokens // static.words, 0, axis_size(static.axis_name) - 1)
+    return from_owners(rows, owners, static.axis_name, scatter=static.scatter)
 
 
 def _forward(static, tokens, table, segments):

@@ -15,8 +15,8 @@ from pallas_kernels.experts.plan import Plan
 from pallas_kernels.rows import row_op
 
 
-def gather_rows(x: Float[Array, "rows width"], plan: Plan) -> Float[Array, "pairs width"]:
-    """Copies each row of `x` to its pairs; pads get zero.
+def gather_rows(x: Float[Array, "own_rows width"], plan: Plan) -> Float[Array, "pairs width"]:
+    """Copies each row of `x` to its pairs, on the ranks that have their experts; pads get zero.
 
     The gradient of a row is the chain over its pairs by ascending rank, in float32, rounded once.
     """
@@ -39,7 +39,7 @@ def grouped_linear(
 
     Args:
         x: Pairs in the layout of `plan`, bfloat16 or float32; pads may hold anything.
-        weight: `[out, in]` of every expert, rounded to the dtype of `x` first.
+        weight: `[out, in]` of every expert of this rank, rounded to the dtype of `x` first.
         plan: Where the pairs of each expert lie.
         schedule: How the work is cut into programs.
 
@@ -52,19 +52,20 @@ def grouped_linear(
     if weight.shape[0] != plan.num_experts:
         raise ValueError(
             f"grouped_linear got weights of {weight.shape[0]} experts for a plan of {plan.num_experts}:"
-            " pass the weights of all experts that the plan was made for"
+            " pass those of all experts that the plan was made for, on ranks those of the rank"
         )
     return _grouped_linear(schedule, x, weight, plan)
 
 
 @jax.custom_vjp
 def _gather_rows(x, plan):
-    return reference.gather_rows(x, plan)
+    return reference.gather_rows(plan.all_rows(x), plan)
 
 
 def _gather_rows_backward(plan, cotangent):
     # Where a rank has no pair the fill is zero.
-    return _add_ranks(cotangent.at[plan.position].get(mode="fill", fill_value=0)), None
+    terms = cotangent.at[plan.position].get(mode="fill", fill_value=0)
+    return _add_ranks(plan.from_owners(terms)), None
 
 
 _gather_rows.defvjp(lambda x, plan: (_gather_rows(x, plan), plan), _gather_rows_backward)

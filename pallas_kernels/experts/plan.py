@@ -1,12 +1,17 @@
 """Where every (row, rank) pair lies when the rows of one expert lie together: integer work alone."""
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jax import lax
+from jaxtyping import Array, Float, Int32, Shaped
 
+from isojax.errors import ShardingError
 from isojax.layouts import CHUNK, Segments
 from isojax.pytrees import pytree
+from pallas_kernels.collectives import from_owners
+from pallas_kernels.sharding import AxisName, axis_size, sharded_rows
 
 TILE = 16
 """Pairs of a tile. Every (expert, sequence) group starts on a tile: part of the numerics of weight gradients."""
@@ -28,6 +33,10 @@ class Plan:
         first_tile: First tile of each group; the last entry is the number of live tiles.
         num_experts: Number of experts.
         num_sequences: Number of sequences that gradients are chained in.
+        owner: On the ranks of a mesh axis the one that has the expert of each choice; what is above is then of the
+            experts of this rank, and of the rows of all. None on one device.
+        axis_name: The mesh axis that experts are sharded over.
+        rows_sharded: Whether a rank has its piece of the rows; else all ranks have all rows.
     """
 
     row: Int32[Array, " pairs"]
@@ -38,6 +47,31 @@ class Plan:
     first_tile: Int32[Array, " group_bounds"]
     num_experts: int = dataclasses.field(metadata={"static": True})
     num_sequences: int = dataclasses.field(metadata={"static": True})
+    owner: Int32[Array, "rows ranks"] | None = None
+    axis_name: AxisName | None = dataclasses.field(default=None, metadata={"static": True})
+    rows_sharded: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def all_rows(self, x: Shaped[Array, "own_rows *shape"]) -> Shaped[Array, "rows *shape"]:
+        """The rows of all ranks, as the plan counts them."""
+        return lax.all_gather(x, self.axis_name, tiled=True) if self.rows_sharded else x
+
+    def from_owners(self, y: Float[Array, "rows ranks width"]) -> Float[Array, "own_rows ranks width"]:
+        """For each choice what the rank of its expert has for it."""
+        if self.owner is None or self.axis_name is None:
+            return y
+        own = from_owners(y.reshape(-1, y.shape[-1]), self.owner.reshape(-1), self.axis_name, scatter=self.rows_sharded)
+        return own.reshape(-1, *y.shape[1:])
+
+    def refuse_ranks(self, op: str) -> None:
+        """For ops that know one device alone.
+
+        Raises:
+            ShardingError: If the plan is that of a rank.
+        """
+        if self.axis_name is not None:
+            raise ShardingError(
+                f"the native {op} runs on one device, got a plan over {self.axis_name}: bind the exact contract"
+            )
 
 
 def max_tiles(choices: int, groups: int) -> int:
@@ -50,21 +84,40 @@ def max_tiles(choices: int, groups: int) -> int:
     return (choices + (TILE - 1) * min(groups, choices)) // TILE
 
 
-def dispatch_plan(experts: Int32[Array, "rows ranks"], num_experts: int, segments: Segments | None = None) -> Plan:
+def dispatch_plan(
+    experts: Int32[Array, "own_rows ranks"],
+    num_experts: int,
+    segments: Segments | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    gather_axis: Literal[0] | None = None,
+) -> Plan:
     """Lays the pairs of `experts` out for grouped products.
+
+    Inside `shard_map` with `axis_name` a rank has its run of the experts, and the ops that take the plan give the bits
+    of one device: rows go to the ranks of their experts, the outputs come home before they are added.
 
     Args:
         experts: The experts of each row, each at most once. `num_experts` or more is no expert: such
             pairs lie nowhere.
-        num_experts: Number of experts.
-        segments: The sequence of every 64 rows, for weight gradients; by default one sequence.
+        num_experts: Number of experts, of all ranks.
+        segments: The sequence of every 64 rows of all ranks, for weight gradients; by default one sequence.
+        axis_name: The mesh axis that experts are sharded over, equally many on every rank.
+        gather_axis: 0 if rows are sharded over the same axis; by default all ranks have all rows.
 
     Returns:
         The plan. Its size follows from shapes alone (`max_tiles`).
 
     Raises:
-        ValueError: If `segments` are for another number of rows.
+        ValueError: If `segments` are for another number of rows, or ranks do not get equally many experts.
     """
+    rows_sharded = sharded_rows("dispatch_plan", "gather_axis", gather_axis, axis_name)
+    owner = None
+    if axis_name is not None:
+        experts = lax.all_gather(experts, axis_name, tiled=True) if rows_sharded else experts
+        num_experts = _experts_of_rank(num_experts, axis_name)
+        owner = jnp.clip(experts // num_experts, 0, axis_size(axis_name) - 1)
+        experts -= lax.axis_index(axis_name) * num_experts  # Those of other ranks become no expert.
     rows, ranks = experts.shape
     segments = segments or Segments.one(rows)
     if segments.sequence.shape[0] != -(-rows // CHUNK):
@@ -108,4 +161,18 @@ def dispatch_plan(experts: Int32[Array, "rows ranks"], num_experts: int, segment
         first_tile,
         num_experts,
         segments.count,
+        owner,
+        axis_name,
+        rows_sharded,
     )
+
+
+def _experts_of_rank(num_experts: int, axis_name: AxisName) -> int:
+    ranks = axis_size(axis_name)
+    if num_experts % ranks:
+        choices = [str(n) for n in range(1, num_experts + 1) if num_experts % n == 0]
+        raise ShardingError(
+            f"dispatch_plan spreads {num_experts} experts, which do not divide over {axis_name}={ranks}: shard over"
+            f" {' or '.join(choices)} ranks"
+        )
+    return num_experts // ranks

@@ -4,10 +4,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.experts import reference
 from pallas_kernels.experts.plan import TILE, Plan
-from pallas_kernels.experts.reference import gather_rows
 
-__all__ = ["gather_rows", "grouped_linear"]
+
+def gather_rows(x: Float[Array, "rows width"], plan: Plan) -> Float[Array, "pairs width"]:
+    """`reference.gather_rows`, whose gradient is XLA's scatter-add."""
+    plan.refuse_ranks("gather_rows")
+    return reference.gather_rows(x, plan)
 
 
 def grouped_linear(

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 
 from isojax.layouts import Segments
 from pallas_kernels.rows import row_op
-from pallas_kernels.spread import share_over_heads, spread, sum_axis
+from pallas_kernels.sharding import AxisName
+from pallas_kernels.spread import spread, sum_axis
 
 
 def gated_norm(
@@ -19,6 +20,7 @@ def gated_norm(
     *,
     eps: float = 1e-6,
     segments: Segments | None = None,
+    axis_name: AxisName | None = None,
 ) -> Float[Array, "rows heads head_dim"]:
     """RMS norm of every head of `o`, times `scale` (not zero-centred), times silu(`z`).
 
@@ -32,19 +34,20 @@ def gated_norm(
         scale: Shared by the heads, float32.
         eps: Added to the mean square.
         segments: The sequence of every 64 rows, for the gradient of `scale`; by default one sequence.
+        axis_name: The mesh axis that heads are sharded over, inside `shard_map`: every rank gets the gradient of
+            `scale` that one device has.
     """
-    return _op(eps)(o, z, scale, segments=segments)
+    return _op(eps)(o, z, scale, segments=segments, axis_name=axis_name)
 
 
 def _rows(o: jax.Array, z: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
-    rows, heads, width = o.shape
-    scale = share_over_heads(scale.astype(jnp.float32), heads)
+    rows, _, width = o.shape
     wide = o.astype(jnp.float32)
     factor = lax.rsqrt(sum_axis(wide * wide, -1) / width + eps)
-    normed = wide * spread(factor, -1, width) * spread(scale[None], 0, rows)
+    normed = wide * spread(factor, -1, width) * spread(scale.astype(jnp.float32)[None], 0, rows)
     return (normed * jax.nn.silu(z.astype(jnp.float32))).astype(o.dtype)
 
 
 @functools.cache
 def _op(eps: float):
-    return row_op("gated_norm", functools.partial(_rows, eps=eps), num_shared=1)
+    return row_op("gated_norm", functools.partial(_rows, eps=eps), num_shared=1, per_head=True)

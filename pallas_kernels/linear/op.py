@@ -15,7 +15,7 @@ from pallas_kernels.cast import cast
 from pallas_kernels.collectives import add_terms, add_to_pieces
 from pallas_kernels.linear import kernel
 from pallas_kernels.linear.numerics import Numerics, Schedule, split_axis
-from pallas_kernels.sharding import AxisName, axis_size, check_pieces, sharded_rows, splits_of_rank
+from pallas_kernels.sharding import AxisName, axis_size, check_pieces, rows_of_all, sharded_rows, splits_of_rank
 
 
 def column_linear(
@@ -26,6 +26,8 @@ def column_linear(
     segments: Segments | None = None,
     axis_name: AxisName | None = None,
     gather_axis: Literal[0] | None = None,
+    replicas: Sequence[AxisName | None] | None = None,
+    rows_axis_name: AxisName | None = None,
     numerics: Numerics = Numerics(),
     schedule: Schedule = Schedule(),
 ) -> tuple[Float[Array, "all_rows _"], ...]:
@@ -37,7 +39,8 @@ def column_linear(
     gradient of a weight is float32: 64-row products in a chain for each sequence, a tree over sequences.
 
     Inside `shard_map` with `axis_name` a rank has its run of the outputs of every weight, and the bits of one device.
-    For the input gradient it adds the subtree of the splits it holds; the ranks' meet in float32, rounded once.
+    For the input gradient it adds the subtree of the splits it holds; the ranks' meet in float32, rounded once. With
+    `rows_axis_name` it has its rows and all of every weight: the rows of all meet for the gradients of weights alone.
 
     Args:
         x: Rows in bfloat16 or float32: all of them, or with `gather_axis` those of this rank.
@@ -47,20 +50,34 @@ def column_linear(
         axis_name: The mesh axis that outputs are sharded over.
         gather_axis: 0 if rows are sharded over the same axis: they are gathered first, and a rank gets the
             gradient of its own.
+        replicas: For each weight the last of the axes of `axis_name` if its ranks have the same run of the outputs, as
+            those of a KV head that several ranks read; their cotangents are the same whole one. None for none.
+        rows_axis_name: The mesh axis that rows are sharded over, with whole weights on every rank (a router, a shared
+            expert): each gets their gradients over all rows. Without `axis_name`.
         numerics: What decides bits.
         schedule: How the work is cut into tiles.
 
     Returns:
-        One array for each weight, with all rows.
+        One array for each weight, with all rows (of this rank, with `rows_axis_name`).
 
     Raises:
-        ValueError: If a weight does not fit `x`, or ranks do not hold whole splits of the outputs.
+        ValueError: If a weight does not fit `x`, ranks do not hold whole splits of the outputs or whole blocks of rows,
+            or both axes are given.
     """
     _check("column_linear", x, weights)
-    ranks = _Ranks(axis_name, sharded_rows("column_linear", "gather_axis", gather_axis, axis_name))
+    if axis_name is not None and rows_axis_name is not None:
+        raise ValueError(
+            f"column_linear got axis_name={axis_name!r} and rows_axis_name={rows_axis_name!r}: weights are either"
+            " sharded or whole; rows that are sharded too are gather_axis=0"
+        )
+    sharded = sharded_rows("column_linear", "gather_axis", gather_axis, axis_name)
+    ranks = _Ranks(axis_name, sharded, tuple(replicas or [None] * len(weights)), rows_axis_name)
     splits_of_rank("column_linear", "gradient_splits", numerics.gradient_splits, axis_name)
     dtypes = tuple(jnp.dtype(dtype or x.dtype) for dtype in out_dtypes or [None] * len(weights))
-    segments = segments or Segments.one(x.shape[0] * (axis_size(axis_name) if ranks.rows else 1))
+    all_rows = (
+        x.shape[0] * axis_size(axis_name) if sharded else rows_of_all("column_linear", x.shape[0], rows_axis_name)
+    )
+    segments = segments or Segments.one(all_rows)
     return _column((dtypes, numerics, schedule, ranks), x, tuple(weights), segments)
 
 
@@ -115,6 +132,8 @@ class _Ranks(NamedTuple):
 
     axis_name: AxisName | None
     rows: bool  # Whether the side of the layer that is not sharded itself has its rows sharded.
+    replicas: tuple[AxisName | None, ...] = (None,)  # Of each weight: over which of the axes it is the same.
+    of_whole: AxisName | None = None  # The axis of rows whose ranks have whole weights.
 
     def all_rows(self, x: jax.Array) -> jax.Array:
         return lax.all_gather(x, self.axis_name, tiled=True) if self.rows else x
@@ -128,6 +147,14 @@ class _Ranks(NamedTuple):
 
     def splits(self, num_splits: int) -> int:
         return num_splits // axis_size(self.axis_name)
+
+    def own_outputs(self, weight: int, x: jax.Array, axis: int) -> jax.Array:
+        """Of the outputs of a weight those that this rank adds to the input gradient: replicas take a piece each."""
+        if (axis_name := self.replicas[weight]) is None:
+            return x
+        check_pieces("column_linear", x.shape[axis], f"outputs of weight {weight}", axis_name)
+        size = x.shape[axis] // axis_size(axis_name)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * size, size, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,10 +178,10 @@ def _column_backward(static, residuals, out_grads):
     # Products take operands of one dtype: float32 cotangents (of float32 logits) are rounded as the weights are.
     out_grads = [cast(g, x.dtype) for g in out_grads]
     grads, columns, blocks = [], [], []
-    for grad, weight in zip(out_grads, weights, strict=True):
-        pieces, block = split_axis(grad, num_splits)
+    for i, (grad, weight) in enumerate(zip(out_grads, weights, strict=True)):
+        pieces, block = split_axis(ranks.own_outputs(i, grad, 1), num_splits)
         grads.append(pieces)
-        columns.append(split_axis(cast(weight, x.dtype).T, num_splits)[0])
+        columns.append(split_axis(ranks.own_outputs(i, cast(weight, x.dtype).T, 1), num_splits)[0])
         blocks += [block] * (pieces.shape[-1] // block)
     x_grad = ranks.tree_product(
         "linear.column.backward",
@@ -164,7 +191,10 @@ def _column_backward(static, residuals, out_grads):
         x.dtype,
         schedule,
     )
-    weight_grads = _weight_grads("linear.column", out_grads, ranks.all_rows(x), weights, segments, schedule)
+    if ranks.of_whole is not None:
+        weight_grads = _over_rows("linear.column", out_grads, x, weights, segments, schedule, ranks.of_whole)
+    else:
+        weight_grads = _weight_grads("linear.column", out_grads, ranks.all_rows(x), weights, segments, schedule)
     return x_grad, weight_grads, _none(segments)
 
 
@@ -205,6 +235,17 @@ def _weight_grads(name: str, out_grads, x, weights, segments: Segments, schedule
         cast(kernel.weight_gradient(f"{name}.weight_gradient", g, x, segments, schedule), w.dtype)
         for g, w in zip(out_grads, weights, strict=True)
     )
+
+
+def _over_rows(name: str, out_grads, x, weights, segments: Segments, schedule: Schedule, axis_name: AxisName):
+    """Gradients of whole weights over the rows of all ranks: each rank makes those of a run of outputs, for all."""
+    grads, x = [], lax.all_gather(x, axis_name, tiled=True)
+    for g, w in zip(out_grads, weights, strict=True):
+        cut = w.shape[0] % axis_size(axis_name) == 0
+        of_all = lax.all_to_all(g, axis_name, 1, 0, tiled=True) if cut else lax.all_gather(g, axis_name, tiled=True)
+        (grad,) = _weight_grads(name, [of_all], x, [w], segments, schedule)
+        grads.append(lax.all_gather(grad, axis_name, tiled=True) if cut else grad)
+    return tuple(grads)
 
 
 def _check(name: str, x, weights) -> None:

@@ -18,7 +18,7 @@ def moe_combine(
     """Adds each row's weighted expert outputs and its gated shared expert.
 
     The terms are rounded products in float32, chained by ascending rank from the first, the shared
-    expert's last; one rounding. A row's bits depend on its own terms alone.
+    expert's last; one rounding. A row's bits depend on its own terms alone. On ranks outputs come home unadded.
 
     Args:
         y: Expert outputs in the layout of `plan`.
@@ -32,12 +32,12 @@ def moe_combine(
 
 @jax.custom_vjp
 def _outputs_of_rows(y, plan):
-    return reference.outputs_of_rows(y, plan)
+    return plan.from_owners(reference.outputs_of_rows(y, plan))
 
 
 def _outputs_of_rows_backward(plan, cotangent):
     # Every pair has one row and rank: the transpose is a gather too. Pads lie outside and get zero.
-    return cotangent.at[plan.row, plan.rank].get(mode="fill", fill_value=0), None
+    return plan.all_rows(cotangent).at[plan.row, plan.rank].get(mode="fill", fill_value=0), None
 
 
 _outputs_of_rows.defvjp(lambda y, plan: (_outputs_of_rows(y, plan), plan), _outputs_of_rows_backward)

@@ -16,5 +16,6 @@ def moe_combine(
     shared_gate: Float[Array, "rows 1"],
 ) -> Float[Array, "rows width"]:
     """Computes `reference.combine` without a promise about bits."""
+    plan.refuse_ranks("moe_combine")
     routed = jnp.einsum("rkw,rk->rw", outputs_of_rows(y, plan).astype(jnp.float32), weights)
     return (routed + jax.nn.sigmoid(shared_gate.astype(jnp.float32)) * shared.astype(jnp.float32)).astype(y.dtype)

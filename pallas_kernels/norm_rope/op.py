@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from isojax.layouts import Segments
 from pallas_kernels.region import exact_product
 from pallas_kernels.rows import row_op
-from pallas_kernels.spread import share_over_heads, spread, sum_axis
+from pallas_kernels.sharding import AxisName
+from pallas_kernels.spread import spread, sum_axis
 
 
 def norm_rope(
@@ -21,6 +22,7 @@ def norm_rope(
     *,
     eps: float = 1e-6,
     segments: Segments | None = None,
+    axis_name: AxisName | None = None,
 ) -> Float[Array, "rows heads head_dim"]:
     """Normalises each head of each row and turns its first 2·half dimensions by the row's position.
 
@@ -35,6 +37,8 @@ def norm_rope(
         sin: Sines, likewise.
         eps: Added to the mean square.
         segments: The sequence of every 64 rows, for the gradient; by default one sequence.
+        axis_name: The mesh axis that heads are sharded over, inside `shard_map`: every rank gets the gradient of
+            `scale` that one device has.
 
     Raises:
         ValueError: If the tables turn more dimensions than a head has, or are not float32.
@@ -43,7 +47,7 @@ def norm_rope(
         raise ValueError(f"norm_rope turns {2 * cos.shape[-1]} dimensions of heads of {x.shape[-1]}: check rotary_dim")
     if cos.dtype.name != "float32" or sin.dtype.name != "float32":
         raise ValueError(f"norm_rope takes float32 tables, got {cos.dtype} and {sin.dtype}: use rotary_tables")
-    return _op(eps)(x, cos, sin, scale, segments=segments)
+    return _op(eps)(x, cos, sin, scale, segments=segments, axis_name=axis_name)
 
 
 def _rows(x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
@@ -51,7 +55,7 @@ def _rows(x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, *, eps
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
     factor = lax.rsqrt(sum_axis(wide * wide, -1) / width + eps)
-    normed = wide * spread(factor, -1, width) * spread(1.0 + share_over_heads(scale, heads)[None], 0, rows)
+    normed = wide * spread(factor, -1, width) * spread(1.0 + scale[None], 0, rows)
     first, second, rest = normed[..., :half], normed[..., half : 2 * half], normed[..., 2 * half :]
     cos, sin = (jnp.broadcast_to(table[:, None, :], (rows, heads, half)) for table in (cos, sin))
     # All four products are rounded: over 4 of 32 dimensions rows differ by where they stand in the block otherwise.
@@ -64,4 +68,4 @@ def _rows(x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, *, eps
 
 @functools.cache
 def _op(eps: float):
-    return row_op("norm_rope", functools.partial(_rows, eps=eps), num_shared=1, constants=(1, 2))
+    return row_op("norm_rope", functools.partial(_rows, eps=eps), num_shared=1, per_head=True, constants=(1, 2))

@@ -11,6 +11,7 @@ from pallas_kernels.elementwise import exact_quotient
 from pallas_kernels.ordering import ordered
 from pallas_kernels.region import exact_product
 from pallas_kernels.rows import row_op
+from pallas_kernels.sharding import AxisName
 
 _BLOCK = 128  # Words of a block of the cumulative sum: decides bits.
 
@@ -23,6 +24,7 @@ def truncation_mask(
     top_p: Float32[Array, " rows"],
     min_p: Float32[Array, " rows"],
     vocab: int | None = None,
+    axis_name: AxisName | None = None,
 ) -> Bool[Array, "rows vocab"]:
     """The words that each row may draw: vLLM's min-p, then top-k, then top-p.
 
@@ -33,19 +35,24 @@ def truncation_mask(
     A row's mask depends on that row alone. (vLLM keeps all words that equal the last; here the lower word stays.)
 
     Args:
-        logits: Scores of all words, padded ones included, in float32.
+        logits: Scores of all words, padded ones included, in float32; with `axis_name` of the words of this rank.
         temperature: Of each row, as the tokens are drawn; for greedy rows `reported`.
         top_k: Most words to keep; below 1 for all.
         top_p: Mass to keep; 1 or more for all.
         min_p: Least probability over that of the likeliest word; 0 for all.
         vocab: How many words are real; the padded ones are not kept. All by default.
+        axis_name: The mesh axis that words are sharded over, inside `shard_map`. Logits are gathered: the ranking
+            needs them all, and every rank makes it.
 
     Returns:
-        Whether each word is kept. A NaN ranks first, so that its row shows it.
+        Whether each word (of this rank) is kept. A NaN ranks first, so that its row shows it.
 
     Raises:
         ValueError: If `vocab` is not within the logits.
     """
+    own = logits.shape[1]
+    if axis_name is not None:
+        logits = lax.all_gather(logits, axis_name, axis=1, tiled=True)
     rows, width = logits.shape
     if vocab is not None and not 1 <= vocab <= width:
         raise ValueError(f"truncation_mask got vocab={vocab} real words of {width} logits: pass 1 to {width}")
@@ -60,7 +67,8 @@ def truncation_mask(
     last = _kept(vocab)(scores, *settings) - 1
     last_order, last_word = ~jnp.take_along_axis(descending, last, axis=1), jnp.take_along_axis(ranked, last, axis=1)
     keep = (order > last_order) | ((order == last_order) & (words <= last_word))
-    return jnp.pad(keep, ((0, 0), (0, width - vocab)))
+    keep = jnp.pad(keep, ((0, 0), (0, width - vocab)))
+    return keep if axis_name is None else lax.dynamic_slice_in_dim(keep, lax.axis_index(axis_name) * own, own, axis=1)
 
 
 @functools.cache

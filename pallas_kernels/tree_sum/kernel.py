@@ -8,8 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from isojax import trees
 from isojax.layouts import CHUNK, round_up
-from pallas_kernels.region import region_call
+from pallas_kernels.region import mosaic, region_call
 from pallas_kernels.rows import row_op
 
 
@@ -47,10 +48,19 @@ def tree_sum(parts: Float[Array, "parts width"], schedule: Schedule) -> Float[Ar
     ):
         sum_ref[...] = fold_axis(parts_ref[...].astype(jnp.float32), 0)[0].astype(sum_ref.dtype)
 
+    def on_gpu(parts):
+        terms = [term.reshape(-1, block) for term in parts]
+        out = jax.ShapeDtypeStruct(terms[0].shape, parts.dtype)
+        return mosaic().row_call("tree_sum", fold_terms, terms, (), [out], block=1)(*terms)[0].reshape(-1)
+
+    def fold_terms(*terms):
+        return [trees.fold(jnp.add, [term.astype(jnp.float32) for term in terms]).astype(parts.dtype)]
+
     return region_call(
         "tree_sum",
         tree_sum_kernel,
         out_shape=jax.ShapeDtypeStruct(padded.shape[1:], parts.dtype),
+        gpu=on_gpu,
         grid=(padded.shape[1] // block,),
         in_specs=[pl.BlockSpec((count, block), lambda i: (0, i))],
         out_specs=pl.BlockSpec((block,), lambda i: (i,)),

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from isojax import trees
 from pallas_kernels import mosaic
+from pallas_kernels.tree_sum import tree_sum
 from tests.gpu.row_cases import CASES, GRADIENTS, fan_out, gradient
 
 pytestmark = pytest.mark.gpu
@@ -139,3 +141,11 @@ def test_stock_rms_norm_does_not_keep_a_rows_bits_inside_a_program():
     op = jax.jit(case.reference)
     differs = [(bits(op(*few(case, args, slice(n))))[0] != bits(op(*args))[0][:n]).any() for n in (1, 16, 256)]
     assert any(differs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(8, 3, 700), (5, 1)])
+def test_parts_are_added_in_tree_order(shape, dtype):
+    parts = jax.random.normal(jax.random.key(0), shape, jnp.float32).astype(dtype)
+    want = trees.fold(np.add, list(np.asarray(parts, np.float32))).astype(dtype)
+    assert_same([jax.jit(tree_sum)(parts)], [want])

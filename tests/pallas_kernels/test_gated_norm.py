@@ -6,8 +6,8 @@ import pytest
 from isojax import trees
 from isojax.layouts import Segments
 from pallas_kernels.gated_norm import gated_norm
-from pallas_kernels.spread import head_sum, share_over_heads
-from tests.bits import assert_bit_equal, bits, differing
+from pallas_kernels.rows import head_sum
+from tests.bits import assert_bit_equal, differing
 
 
 def heads_of(rows, heads, width, dtype="float32", seed=0):
@@ -66,22 +66,22 @@ def test_sequences_apart_and_together_have_one_scale_gradient():
     assert_bit_equal(jax.jit(jnp.add)(*parts), whole)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_with_their_own_heads_compute_subtrees_of_the_head_sum(ranks):
-    grad = heads_of(32, 1, 64)[:, 0]
-    own = 32 // ranks
-    parts = [jax.jit(head_sum, static_argnums=1)(grad[r * own :][:own], 8 // ranks) for r in range(ranks)]
-    assert_bit_equal(jax.jit(lambda *p: trees.fold(jnp.add, p))(*parts), jax.jit(head_sum)(grad))
+def test_heads_are_added_in_a_chain_inside_splits_and_a_tree_over_them():
+    partials = heads_of(3, 24, 32)
+    splits = [trees.chain(jnp.add, [partials[:, 3 * s + h] for h in range(3)]) for s in range(8)]
+    want = trees.fold(jnp.add, splits)
+    assert_bit_equal(head_sum(partials), want)
+    assert differing(trees.chain(jnp.add, [partials[:, h] for h in range(24)]), want)
 
 
-def test_the_number_of_head_splits_decides_bits():
-    grad = heads_of(16, 1, 32)[:, 0]
-    assert differing(head_sum(grad, 1), head_sum(grad))
-
-
-@pytest.mark.parametrize("heads", [1, 6, 16])
-def test_a_shared_weight_adds_its_heads_as_written(heads):
-    scale, grad = jnp.arange(16.0), heads_of(heads, 1, 16)[:, 0]
-    out, pull = jax.vjp(jax.jit(lambda s: share_over_heads(s, heads)), scale)
-    assert (bits(out) == bits(scale)).all()
-    assert_bit_equal(pull(grad)[0], head_sum(grad))
+def test_the_scale_gradient_adds_rows_of_a_block_then_heads_then_blocks():
+    o, z, scale, cotangent = inputs(128, 6, 32)
+    alone = [
+        [
+            with_gradients(o[b, h], z[b, h], scale, cotangent[b, h], Segments.one(64))[3]
+            for h in np.s_[0:1, 1:2, 2:3, 3:4, 4:5, 5:6]
+        ]
+        for b in (slice(0, 64), slice(64, 128))
+    ]
+    first, second = (head_sum(jnp.stack(heads)[None])[0] for heads in alone)
+    assert_bit_equal(with_gradients(o, z, scale, cotangent, Segments.one(128))[3], first + second)

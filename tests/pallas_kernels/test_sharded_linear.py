@@ -62,6 +62,24 @@ def test_a_row_parallel_layer_has_the_bits_of_one_device(rows, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_weights_over_sharded_rows_have_the_gradients_of_one_device(dtype):
+    x, weights = (
+        random(0, 512, 96, dtype=dtype),
+        (random(1, 48, 96), random(2, 1, 96)),
+    )  # One output: no run for a rank.
+    kept = {"out_dtypes": (None, jnp.float32), "segments": two_sequences(512)}
+    assert_as_on_one_device(
+        lambda x, weights: column_linear(x, weights, **kept),
+        lambda x, weights: column_linear(x, weights, rows_axis_name=AXIS, **kept),
+        (x, weights),
+        (ROWS, (ALL, ALL)),
+        (random(3, 512, 48, dtype=dtype), random(4, 512, 1)),
+        (ROWS, ROWS),
+        ranks=RANKS if dtype == "float32" else (8,),
+    )
+
+
 def test_any_number_of_rows_may_be_replicated():
     x, weight = random(0, 7, 64), random(1, 16, 64)
     want = jax.jit(row_linear)(x, weight)
@@ -103,6 +121,10 @@ def test_other_refusals_say_what_came():
         )
     with pytest.raises(ValueError, match="gather_axis=0 with axis_name=None"):
         column_linear(x, (weight,), gather_axis=0)
+    with pytest.raises(ValueError, match=r"axis_name='tensor' and rows_axis_name='tensor': weights are either"):
+        column_linear(x, (weight,), axis_name=AXIS, rows_axis_name=AXIS)
+    with pytest.raises(ShardingError, match="column_linear adds rows in blocks of 64, got 6 rows a rank over tensor=2"):
+        on_ranks(lambda x, w: column_linear(x, (w,), rows_axis_name=AXIS), 2, (ROWS, ALL), ROWS)(x, weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

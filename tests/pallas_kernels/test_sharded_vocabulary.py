@@ -53,6 +53,27 @@ def test_a_mask_over_a_sharded_vocabulary_and_a_list_of_all_words():
     assert_bit_equal(run(logits, keep), want)
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_token_drawn_from_a_sharded_vocabulary_is_that_of_one_device(ranks):
+    vocab, rows, real = 1200, 70, 1000  # The last of eight ranks holds padded words alone, none is whole blocks of 128.
+    logits = jnp.round(4 * random(0, rows, vocab)).at[5, 600].set(jnp.nan)  # Many are equal: the lowest is drawn.
+    temperature = jnp.where(jnp.arange(rows) % 3 == 0, 0.0, 0.8)
+    keys = ops.sample_key(1, 2, *(jnp.arange(rows),) * 3)
+    limits = {"top_k": jnp.arange(rows) % 50, "top_p": jnp.linspace(0.5, 1, rows), "min_p": jnp.full(rows, 0.001)}
+
+    def draw(logits, axis_name=None):
+        at = {"vocab": real, "axis_name": axis_name}
+        keep = ops.truncation_mask(logits, temperature=jnp.full(rows, 0.8), **limits, **at)
+        tokens = ops.sample(logits, keys, temperature, **at), ops.sample(logits, keys, temperature, keep, **at)
+        return tokens, keep
+
+    want = jax.jit(draw)(logits)
+    assert (want[0][0] != want[0][1]).any()
+    assert len(np.unique(np.asarray(want[0][0]) // (vocab // ranks))) > 1
+    run = on_ranks(lambda x: draw(x, AXIS), ranks, COLUMNS, ((ALL, ALL), COLUMNS))
+    assert_bit_equal(run(logits), want)
+
+
 def test_a_nan_on_any_rank_shows_on_all():
     logits = random(0, 64, 512).at[3, 400].set(jnp.nan)
     run = on_ranks(lambda x: ops.logprob(x, words(64, 100), temperature=1.0, axis_name=AXIS), 4, COLUMNS, (ALL, ALL))
