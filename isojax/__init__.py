@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from isojax.bits import compare_bits as compare_bits
     from isojax.bits import digest as digest
     from isojax.errors import AuditError as AuditError
+    from isojax.errors import ExecutorError as ExecutorError
     from isojax.errors import IsojaxError as IsojaxError
     from isojax.errors import MismatchError as MismatchError
     from isojax.errors import SamplingError as SamplingError
@@ -33,7 +34,15 @@ _NAMES = {
     "logprobs": "isojax.scoring",
 } | {
     name: "isojax.errors"
-    for name in ("AuditError", "IsojaxError", "MismatchError", "SamplingError", "ShardingError", "WeightsError")
+    for name in (
+        "AuditError",
+        "ExecutorError",
+        "IsojaxError",
+        "MismatchError",
+        "SamplingError",
+        "ShardingError",
+        "WeightsError",
+    )
 }
 
 __all__ = sorted([*_MODULES, *_NAMES])
