@@ -22,7 +22,7 @@ for _name, _value in {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_LOGGING_STREAM": "ext://sys.__stderr__",
 }.items():
     os.environ.setdefault(_name, _value)
 

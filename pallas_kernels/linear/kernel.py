@@ -1,6 +1,7 @@
 """The products of a linear layer on the CPU, tile by tile."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -31,20 +32,28 @@ def product(
     tile_columns = min(schedule.columns, round_up(columns, 16))
     lhs = _pad_leading(lhs, tile_rows)
     rhs = _pad_leading(rhs, tile_columns)
-    starts = [sum(blocks[:i]) for i in range(len(blocks))]
+    # Loops wherever there is more than one: they compile one product, not all.
+    runs = [(block, len(list(run))) for block, run in itertools.groupby(blocks)]
 
     def product_kernel(
         lhs_ref,  # [tile_rows, splits, depth]
         rhs_ref,  # [tile_columns, splits, depth]
         out_ref,  # [tile_rows, tile_columns]
     ):
-        def split(s: int):
-            total = jnp.zeros(out_ref.shape, jnp.float32)
-            for start, block in zip(starts, blocks, strict=True):
-                total += tile.dot(lhs_ref[:, s, start : start + block], rhs_ref[:, s, start : start + block])
+        def split(s):
+            total, start = jnp.zeros(out_ref.shape, jnp.float32), 0
+            for block, count in runs:
+
+                def add(i, total, start=start, block=block):
+                    along = pl.ds(start + i * block, block)
+                    return total + tile.dot(lhs_ref[:, s, along], rhs_ref[:, s, along])
+
+                total = lax.fori_loop(0, count, add, total) if count > 1 else add(0, total)
+                start += count * block
             return total
 
-        out_ref[...] = trees.fold(jnp.add, [split(s) for s in range(splits)]).astype(dtype)
+        sums = lax.map(split, jnp.arange(splits)) if splits > 1 else [split(0)]
+        out_ref[...] = trees.fold(jnp.add, list(sums)).astype(dtype)
 
     return region_call(
         name,

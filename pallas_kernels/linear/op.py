@@ -1,7 +1,7 @@
 """Linear layers: column-parallel (all projections of one input) and row-parallel (a tree over splits of K)."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from pallas_kernels.cast import cast
 from pallas_kernels.collectives import add_terms, add_to_pieces
 from pallas_kernels.linear import kernel
 from pallas_kernels.linear.numerics import Numerics, Schedule, split_axis
+from pallas_kernels.region import traced_for
 from pallas_kernels.sharding import AxisName, axis_size, check_pieces, rows_of_all, sharded_rows, splits_of_rank
 
 
@@ -160,11 +161,13 @@ class _Ranks(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _column(static, x, weights, segments):
     dtypes, _, schedule, ranks = static
-    x = ranks.all_rows(x)
-    return tuple(
-        kernel.product("linear.column", *_split(x, cast(w, x.dtype), 1), dtype, schedule)
-        for w, dtype in zip(weights, dtypes, strict=True)
-    )
+    x, outs = ranks.all_rows(x), {}
+    rounded = _rounded(weights, x.dtype, 0)
+    for group in _joined(dtypes):
+        weight = _concatenated([rounded[i] for i in group], 0)
+        out = kernel.product("linear.column", *_split(x, weight, 1), dtypes[group[0]], schedule)
+        outs |= dict(zip(group, _cut(out, [weights[i].shape[0] for i in group], 1), strict=True))
+    return tuple(outs[i] for i in range(len(weights)))
 
 
 def _column_forward(static, x, weights, segments):
@@ -176,12 +179,12 @@ def _column_backward(static, residuals, out_grads):
     x, weights, segments = residuals
     num_splits = ranks.splits(numerics.gradient_splits)
     # Products take operands of one dtype: float32 cotangents (of float32 logits) are rounded as the weights are.
-    out_grads = [cast(g, x.dtype) for g in out_grads]
+    out_grads = _rounded(out_grads, x.dtype, 1)
     grads, columns, blocks = [], [], []
-    for i, (grad, weight) in enumerate(zip(out_grads, weights, strict=True)):
+    for i, (grad, weight) in enumerate(zip(out_grads, _rounded(weights, x.dtype, 0), strict=True)):
         pieces, block = split_axis(ranks.own_outputs(i, grad, 1), num_splits)
         grads.append(pieces)
-        columns.append(split_axis(ranks.own_outputs(i, cast(weight, x.dtype).T, 1), num_splits)[0])
+        columns.append(split_axis(ranks.own_outputs(i, weight.T, 1), num_splits)[0])
         blocks += [block] * (pieces.shape[-1] // block)
     x_grad = ranks.tree_product(
         "linear.column.backward",
@@ -231,10 +234,42 @@ def _split(x, weight, num_splits: int):
 
 
 def _weight_grads(name: str, out_grads, x, weights, segments: Segments, schedule: Schedule):
-    return tuple(
-        cast(kernel.weight_gradient(f"{name}.weight_gradient", g, x, segments, schedule), w.dtype)
-        for g, w in zip(out_grads, weights, strict=True)
-    )
+    grads = {}
+    for group in _joined([w.dtype for w in weights]):
+        joined = _concatenated([out_grads[i] for i in group], 1)
+        grad = kernel.weight_gradient(f"{name}.weight_gradient", joined, x, segments, schedule)
+        pieces = _cut(cast(grad, weights[group[0]].dtype), [weights[i].shape[0] for i in group], 0)
+        grads |= dict(zip(group, pieces, strict=True))
+    return tuple(grads[i] for i in range(len(weights)))
+
+
+def _joined(kinds: Sequence[Hashable]) -> list[list[int]]:
+    """Which projections are one product: schedule, as an output depends on its row of the weight alone.
+
+    On the CPU all of one kind: a program then has fewer kernels to compile, most of its time. On a GPU each its own:
+    joining them would copy the weights.
+    """
+    if traced_for() != "cpu":
+        return [[i] for i in range(len(kinds))]
+    return [[i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)]
+
+
+def _rounded(arrays: Sequence[jax.Array], dtype: jnp.dtype, axis: int) -> list[jax.Array]:
+    """Each array in `dtype`; on the CPU what has to be cast and agrees but for `axis` is cast at once."""
+    rounded = dict(enumerate(arrays))
+    for group in _joined([x.dtype for x in arrays]):
+        if arrays[group[0]].dtype != dtype:
+            together = cast(_concatenated([arrays[i] for i in group], axis), dtype)
+            rounded |= dict(zip(group, _cut(together, [arrays[i].shape[axis] for i in group], axis), strict=True))
+    return [rounded[i] for i in range(len(arrays))]
+
+
+def _concatenated(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
+    return jnp.concatenate(arrays, axis) if len(arrays) > 1 else arrays[0]
+
+
+def _cut(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
+    return lax.split(x, sizes, axis) if len(sizes) > 1 else [x]
 
 
 def _over_rows(name: str, out_grads, x, weights, segments: Segments, schedule: Schedule, axis_name: AxisName):

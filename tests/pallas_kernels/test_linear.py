@@ -106,6 +106,24 @@ def test_gradients_of_a_packed_batch_fold_the_gradients_of_its_sequences():
     assert (bits(whole) != bits(chained)).any()
 
 
+def test_projections_together_have_the_values_and_weight_gradients_of_each_alone():
+    x, weights = random(0, 70, 160, dtype="bfloat16"), tuple(random(i, n, 160) for i, n in enumerate((24, 4, 100)))
+    cotangents = random(5, 70, 24, dtype="bfloat16"), random(6, 70, 4), random(7, 70, 100, dtype="bfloat16")
+
+    @jax.jit
+    def run(weights, cotangents):
+        dtypes = [g.dtype for g in cotangents]
+        out, pull = jax.vjp(lambda *weights: column_linear(x, weights, out_dtypes=dtypes), *weights)
+        return out, pull(cotangents)
+
+    values, gradients = run(weights, cotangents)
+    for i in range(3):
+        (value,), (gradient,) = run(weights[i : i + 1], cotangents[i : i + 1])
+        assert value.dtype == cotangents[i].dtype
+        same(values[i], value)
+        same(gradients[i], gradient)
+
+
 def test_the_input_gradient_of_several_projections_is_one_ordered_sum():
     x, ws = random(0, 70, 64), (random(1, 32, 64), random(2, 48, 64), random(5, 8, 64))
     gs = (random(3, 70, 32), random(4, 70, 48), random(6, 70, 8))
