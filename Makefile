@@ -30,9 +30,12 @@ $(WHEEL): | $(VENV)/.locked
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(BIN)/python -m pip wheel --quiet \
 	  --no-deps --no-build-isolation --no-binary vllm -w $(@D) vllm==$(VLLM)
 
+# Bytecode of all packages, once (30 s): where PYTHONDONTWRITEBYTECODE is set every process that imports vLLM would
+# compile them again, for 8 seconds. Some packages ship files that are no Python 3.12: they are passed over.
 $(VENV)/.installed: pyproject.toml $(VENV)/.locked $(WHEEL)
 	$(install) $(WHEEL)
 	$(install) --no-build-isolation --editable .
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python3.12/site-packages > /dev/null 2>&1 || true
 	@touch $@
 
 demo: env ## a small model trained by vLLM rollouts, every log-probability compared
