@@ -1,5 +1,7 @@
 """Experts on the ranks of a mesh axis: the layer has the bits of one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,9 +11,10 @@ from isojax import ops
 from isojax.contract import load
 from isojax.errors import ShardingError
 from isojax.layouts import Segments
+from pallas_kernels.experts import Plan
 from pallas_kernels.experts import stock as stock_experts
 from pallas_kernels.moe_combine import stock as stock_combine
-from tests.bits import assert_bit_equal, bits
+from tests.bits import assert_bit_equal, bits, differing
 from tests.pallas_kernels.meshes import ALL, AXIS, ROWS, assert_as_on_one_device, on_ranks, pulled
 
 EXPERTS, TOP_K, EMBED, INNER, ALL_ROWS = 8, 3, 32, 16, 256
@@ -60,6 +63,22 @@ def test_a_layer_of_experts_on_ranks_has_the_bits_of_one_device(rows, dtype):
         out,
         ranks=(8,) if dtype == "float32" else (4,),
     )
+
+
+def test_outputs_that_do_not_come_home_from_their_owner_show(monkeypatch):
+    """Negative control: the comparison sees an output that comes from the wrong rank, and one that does not come."""
+    args = arguments("float32")
+    want = jax.jit(layer)(*args)
+
+    def on_four():
+        run = on_ranks(lambda *args: layer(*args, axis_name=AXIS), 4, specs("replicated"), ALL)
+        return run(*args)
+
+    assert_bit_equal(on_four(), want)
+    moved = Plan.from_owners
+    for broken in (lambda plan, y: y, lambda plan, y: moved(dataclasses.replace(plan, owner=(plan.owner + 1) % 4), y)):
+        monkeypatch.setattr(Plan, "from_owners", broken)
+        assert differing(on_four(), want)
 
 
 @LAYOUTS

@@ -64,10 +64,8 @@ def test_a_row_parallel_layer_has_the_bits_of_one_device(rows, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whole_weights_over_sharded_rows_have_the_gradients_of_one_device(dtype):
-    x, weights = (
-        random(0, 512, 96, dtype=dtype),
-        (random(1, 48, 96), random(2, 1, 96)),
-    )  # One output: no run for a rank.
+    # With one output there is no run for every rank: all ranks make the whole gradient.
+    x, weights = random(0, 512, 96, dtype=dtype), (random(1, 48, 96), random(2, 1, 96))
     kept = {"out_dtypes": (None, jnp.float32), "segments": two_sequences(512)}
     assert_as_on_one_device(
         lambda x, weights: column_linear(x, weights, **kept),
@@ -78,6 +76,20 @@ def test_whole_weights_over_sharded_rows_have_the_gradients_of_one_device(dtype)
         (ROWS, ROWS),
         ranks=RANKS if dtype == "float32" else (8,),
     )
+
+
+def test_weight_gradients_of_ranks_added_afterwards_are_another_sum():
+    """Negative control: the chain of a sequence goes on over ranks."""
+    x, weight, cotangent = random(0, 512, 96), random(1, 48, 96), random(3, 512, 48)
+
+    def gradient(axis_name):
+        def run(x, weight, g):
+            (grad,) = jax.vjp(lambda w: column_linear(x, (w,), rows_axis_name=axis_name)[0], weight)[1](g)
+            return grad if axis_name else collectives.psum(grad, AXIS)
+
+        return on_ranks(run, 4, (ROWS, ALL, ROWS), ALL)(x, weight, cotangent)
+
+    assert differing(gradient(AXIS), gradient(None))
 
 
 def test_any_number_of_rows_may_be_replicated():

@@ -11,7 +11,7 @@ from isojax.contract import load
 from isojax.errors import ShardingError
 from isojax.layouts import Segments
 from pallas_kernels.logprob import Numerics
-from tests.bits import assert_bit_equal
+from tests.bits import assert_bit_equal, differing
 from tests.pallas_kernels.meshes import ALL, AXIS, COLUMNS, RANKS, ROWS, assert_as_on_one_device, on_ranks
 
 
@@ -72,6 +72,20 @@ def test_a_token_drawn_from_a_sharded_vocabulary_is_that_of_one_device(ranks):
     assert len(np.unique(np.asarray(want[0][0]) // (vocab // ranks))) > 1
     run = on_ranks(lambda x: draw(x, AXIS), ranks, COLUMNS, ((ALL, ALL), COLUMNS))
     assert_bit_equal(run(logits), want)
+
+
+def test_noise_of_a_ranks_own_numbering_draws_other_tokens():
+    """Negative control: noise is a hash of the word in the whole vocabulary, not of its place on a rank."""
+    logits, keys = random(0, 70, 512), ops.sample_key(1, 2, *(jnp.arange(70),) * 3)
+
+    def own_numbering(x):
+        best = ops.sample(x, keys, jnp.full(70, 0.8))
+        scores = jax.lax.all_gather(jnp.take_along_axis(x, best[:, None], axis=1), AXIS, axis=1, tiled=True)
+        words = jax.lax.all_gather((best + 128 * jax.lax.axis_index(AXIS))[:, None], AXIS, axis=1, tiled=True)
+        return jnp.take_along_axis(words, jnp.argmax(scores, axis=1)[:, None], axis=1)[:, 0]
+
+    want = jax.jit(lambda x: ops.sample(x, keys, jnp.full(70, 0.8)))(logits)
+    assert differing(on_ranks(own_numbering, 4, COLUMNS, ALL)(logits), want)
 
 
 def test_a_nan_on_any_rank_shows_on_all():
